@@ -204,6 +204,16 @@ class GenerationStats:
     compile_s: float
     compiles: int = 0
 
+    def lines(self) -> list[tuple[str, str]]:
+        """Facts to show, as name and value."""
+        compiled = f"{self.compile_s:.2f} s, {self.compiles} compiled" if self.compile_s else "none"
+        return [
+            ("prompt", f"{self.prompt_tokens} tokens, {self.prefill_tps:,.1f} tokens/s"),
+            ("answer", f"{self.new_tokens} tokens, {self.decode_tps:,.1f} tokens/s"),
+            ("first token", f"{self.ttft_s:.3f} s"),
+            ("compiling", compiled),
+        ]
+
 
 @dataclass(frozen=True)
 class TokenEvent:
@@ -235,6 +245,21 @@ class Generation:
     samples: tuple["Generation", ...] = ()  # all `n` of them, this one first, when n > 1
     pieces: tuple[str, ...] = ()  # the text of each token, for display
 
+    def as_json(self) -> dict[str, Any]:
+        """What `jaxrt run --json` prints."""
+        found: dict[str, Any] = {
+            "prompt_tokens": list(self.prompt_tokens),
+            "tokens": list(self.tokens),
+            "text": self.text,
+            "finish_reason": str(self.finish_reason),
+            "stop_reason": self.stop_reason,
+            "seed": self.seed,
+            "stats": dataclasses.asdict(self.stats),
+        }
+        if self.logprobs is not None:
+            found["logprobs"] = [dataclasses.asdict(entry) for entry in self.logprobs]
+        return found
+
     def _repr_html_(self) -> str:
         from jaxrt.markup import generation_html
 
@@ -254,3 +279,12 @@ class Score:
     def total(self) -> float:
         """Sum of the log-probabilities, in nat."""
         return sum(value for value in self.logprobs if value is not None)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-probability; NaN for a single token."""
+        return math.exp(-self.total / (len(self.tokens) - 1)) if len(self.tokens) > 1 else math.nan
+
+    def as_json(self) -> dict[str, Any]:
+        """What `jaxrt score --json` prints for each text."""
+        return {**dataclasses.asdict(self), "total": self.total}

@@ -1,0 +1,5 @@
+"""`python -m jaxrt`."""
+
+from jaxrt.cli import main
+
+main()

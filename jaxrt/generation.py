@@ -1,0 +1,311 @@
+"""The text loop: requests through a session, tokens back to text, as events or whole answers. Host code only."""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+
+from jaxrt import knobs as knob_arrays
+from jaxrt.errors import ExecutionError, RequestError, SessionPoisoned
+from jaxrt.models.steps import FREE, HALT
+from jaxrt.program import CompileCount, compiles
+from jaxrt.prompts import Request
+from jaxrt.requests import FinishReason, Generation, GenerationStats, TokenEvent, TokenLogprobs
+from jaxrt.sampling import Columns, unpack
+from jaxrt.sessions.session import XlaSession
+from jaxrt.text import TextStream
+
+MAX_ROWS = 8  # of one batch; longer lists run in several
+EVENT_S = 0.06  # a streamed event should not wait longer than this for its tokens
+
+
+@dataclass(eq=False)
+class _Sample:
+    """One answer in the making."""
+
+    request: Request
+    index: int  # which of the request's n
+    seed: int
+    eos: tuple[int, ...]
+    text: TextStream | None  # None for a model without a tokenizer
+    limit: int = 0  # most new tokens: max_tokens, or what the context leaves
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    kept: int = 0  # tokens of the session's row before the answer
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def take(self, token: int) -> str:
+        """Note one new token: the text that became certain with it."""
+        params = self.request.params
+        self.tokens.append(token)
+        stopped = token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
+        delta = ""
+        if self.text is not None:
+            if not stopped or params.include_stop_str_in_output:
+                self.text.armed = len(self.tokens) > params.min_tokens
+                delta = self.text.push(token)
+            if self.text.stopped is not None:
+                self.finish, self.stop_reason = FinishReason.STOP, self.text.stopped
+        if self.finish is None and stopped:
+            self.finish = FinishReason.STOP
+            self.stop_reason = token if token in params.stop_token_ids else None
+        if self.finish is None and len(self.tokens) >= self.limit:
+            self.finish = FinishReason.LENGTH
+        if self.finish is not None and self.text is not None:
+            delta += self.text.finish()
+        self.pieces.append(delta)
+        return delta
+
+
+def stream(session: XlaSession, requests: list[Request], given: XlaSession | None) -> Iterator[TokenEvent]:
+    """Events of all requests. One sample runs in `session`, or in `given`; several in batches, in sessions of their own."""
+    return _stream(session, requests, given, streaming=True)
+
+
+def generate(session: XlaSession, requests: list[Request], given: XlaSession | None) -> list[Generation]:
+    """The answers in order. Where n > 1 a request's first sample holds them all."""
+    answers: dict[int, list[Generation]] = {}
+    for event in _stream(session, requests, given, streaming=False):
+        if event.generation is not None:
+            answers.setdefault(event.row, []).append((event.index, event.generation))
+    found = []
+    for row, request in enumerate(requests):
+        samples = [answer for _, answer in sorted(answers[row], key=lambda pair: pair[0])]
+        found.append(replace(samples[0], samples=tuple(samples)) if request.params.n > 1 else samples[0])
+    return found
+
+
+def _stream(
+    session: XlaSession, requests: list[Request], given: XlaSession | None, *, streaming: bool
+) -> Iterator[TokenEvent]:
+    seeds = [r.params.seed if r.params.seed is not None else secrets.randbits(63) for r in requests]
+    wanted = [(r, index, seed) for r, seed in zip(requests, seeds, strict=True) for index in range(r.params.n)]
+    if given is not None or len(wanted) == 1:
+        yield from _Loop(given or session, wanted, append=given is not None, streaming=streaming).events()
+        return
+    rest = iter(wanted)
+    while batch := list(islice(rest, MAX_ROWS)):
+        own = XlaSession(session.model, session.model.widen(len(batch), 1).rows_for(len(batch)))
+        try:
+            yield from _Loop(own, batch, append=False, streaming=streaming).events()
+        finally:
+            own.close()
+
+
+class _Loop:
+    """One batch of samples through one session: row b is sample b. At most one submission is ahead of the one being read."""
+
+    def __init__(
+        self, session: XlaSession, wanted: Sequence[tuple[Request, int, int]], *, append: bool, streaming: bool
+    ) -> None:
+        self.session, self.append, self.streaming = session, append, streaming
+        self.samples = [_sample(session, *one) for one in wanted]
+        self.in_flight: deque[tuple[int, tuple[int, ...]]] = deque()  # positions and rows of what is not read yet
+        self.knobs = None  # of all rows
+        self.token_s = EVENT_S  # what a position takes, as last seen
+        self.clock = _Clock()
+
+    def events(self) -> Iterator[TokenEvent]:
+        session = self.session
+        with session.lock:
+            session.owner = self
+        try:
+            with session.lock:
+                self._admit()
+            while any(sample.finish is None for sample in self.samples):
+                with session.lock:
+                    if session.owner is not self:
+                        raise RequestError(
+                            "another request took over this session", fix="give each its own: rt.new_session()"
+                        )
+                    events = self._advance()
+                yield from events
+        finally:
+            with session.lock, suppress(SessionPoisoned):  # which the next use of the session reports
+                if session.owner is self:
+                    session.owner = None
+                    self._leave()
+
+    def _admit(self) -> None:
+        """Prefill every row, each request once however many samples it has, and submit the first tokens."""
+        session, model = self.session, self.session.model
+        fed = [self._feed(row, sample) for row, sample in enumerate(self.samples)]
+        for row, (sample, tokens) in enumerate(zip(self.samples, fed, strict=True)):
+            sample.kept = (len(session.tokens[row]) if self.append else 0) + len(tokens)
+            sample.limit = min(sample.request.params.max_tokens, model.config.context - sample.kept)
+        reach = max(sample.kept + min(sample.limit, session.positions) for sample in self.samples)
+        if not self.append:
+            session.start_anew(reach)
+        session.anticipate([len(tokens) for tokens in fed], reach, max(s.kept + s.limit for s in self.samples))
+        prompts = [[*held, *tokens] for held, tokens in zip(session.tokens, fed, strict=False)]
+        self.knobs = self._make_knobs(range(len(self.samples)), prompts, session.rows)
+        for _, group in groupby(range(len(self.samples)), key=lambda row: self.samples[row].request.row):
+            rows = tuple(group)
+            asked = self.samples[rows[0]].request.params.prompt_logprobs
+            one_row = [self._make_knobs([row], prompts, 1) for row in rows]
+            output = session.admit(rows, fed[rows[0]], one_row, score=0 if asked is None else 1 + (asked > 0))
+            self.in_flight.append((1, rows))
+            if asked is not None:
+                scores = unpack(output.read_scores())
+                described = [_logprobs(scores, i, token, asked) for i, token in enumerate(fed[rows[0]][1:])]
+                for row in rows:
+                    self.samples[row].prompt_logprobs = (None, *described)
+
+    def _feed(self, row: int, sample: _Sample) -> list[int]:
+        """The tokens to prefill: the prompt, after a last sampled token that is not in the cache yet."""
+        tokens = list(sample.request.tokens)
+        if not self.append:
+            return tokens
+        held = self.session.tokens[row]
+        if not held and not tokens:
+            raise RequestError("an empty session and no prompt", expected="something to go on from", fix="give a prompt")
+        uncached = len(held) - int(self.session.lengths[row])
+        if not tokens and not uncached:
+            uncached = 1  # its logits are gone: run the last token again
+        self.session.keep_row(row, len(held) - uncached)
+        return [*held[len(held) - uncached :], *tokens]
+
+    def _make_knobs(self, rows: Sequence[int], prompts: list[list[int]], width: int):  # noqa: ANN202
+        samples = [self.samples[row] for row in rows]
+        model = self.session.model
+        return knob_arrays.make_knobs(
+            [sample.request.params for sample in samples],
+            vocab=model.config.vocab,
+            prompts=[prompts[row] for row in rows],
+            eos=model.config.eos_tokens,
+            bad_words=[sample.request.bad_words for sample in samples],
+            seeds=[sample.seed for sample in samples],
+            samples=[sample.index for sample in samples],
+            limits=[sample.limit for sample in samples],
+            rows=width,
+        )
+
+    def _advance(self) -> list[TokenEvent]:
+        """Keep the device busy, then read the oldest submission: its tokens as events."""
+        session = self.session
+        while len(self.in_flight) < 2 and (positions := self._next_positions()):
+            halted = [HALT if s.finish is not None else FREE for s in self.samples]
+            session.step(positions, self.knobs, [*halted, *[FREE] * (session.rows - len(halted))])
+            self.in_flight.append((positions, tuple(range(len(self.samples)))))
+        positions, rows = self.in_flight.popleft()
+        columns = unpack(session.collect())
+        self.token_s = self.clock.lap() / positions
+        events = []
+        for position in range(columns.tokens.shape[1]):
+            for place, row in enumerate(rows):
+                if self.samples[row].finish is None and columns.tokens[place, position] >= 0:
+                    events.append(self._event(row, columns, (place, position)))
+        return events
+
+    def _next_positions(self) -> int:
+        ahead = [sum(count for count, rows in self.in_flight if row in rows) for row in range(len(self.samples))]
+        needed = [s.limit - len(s.tokens) - a for s, a in zip(self.samples, ahead, strict=True) if s.finish is None]
+        most = max(1, int(EVENT_S / self.token_s)) if self.streaming else self.session.positions
+        return max(0, min(max(needed, default=0), most, self.session.positions))
+
+    def _event(self, row: int, columns: Columns, at: tuple[int, int]) -> TokenEvent:
+        sample, token = self.samples[row], int(columns.tokens[at])
+        if columns.bad[at]:
+            raise ExecutionError(
+                f"no token can be chosen at position {sample.kept + len(sample.tokens)}: the logits are NaN, or "
+                "every token is forbidden",
+                fix="check the weights, allowed_token_ids, logit_bias and bad_words",
+            )
+        sample.last_s = self.clock.now()
+        if not sample.tokens:
+            sample.first_s = sample.last_s
+        described = None
+        if sample.request.params.logprobs is not None:
+            described = (_logprobs(columns, at, token, sample.request.params.logprobs),)
+            sample.logprobs += described
+        text = sample.take(token)
+        return TokenEvent(
+            text=text,
+            tokens=(token,),
+            index=sample.index,
+            row=sample.request.row,
+            finish_reason=sample.finish,
+            logprobs=described,
+            generation=None if sample.finish is None else self._generation(sample),
+        )
+
+    def _generation(self, sample: _Sample) -> Generation:
+        params, new, prompt = sample.request.params, len(sample.tokens), len(sample.request.tokens)
+        compiled = self.clock.compiled()
+        decoding = sample.last_s - sample.first_s
+        return Generation(
+            text=sample.text.text if sample.text is not None else "",
+            tokens=tuple(sample.tokens),
+            finish_reason=sample.finish or FinishReason.ABORT,
+            prompt_tokens=sample.request.tokens,
+            params=params,
+            seed=sample.seed,
+            stats=GenerationStats(
+                prompt_tokens=prompt,
+                new_tokens=new,
+                ttft_s=sample.first_s,
+                prefill_tps=prompt / max(sample.first_s - compiled.seconds, 1e-9),
+                decode_tps=(new - 1) / decoding if new > 1 and decoding > 0 else 0.0,
+                compile_s=compiled.seconds,
+                compiles=compiled.misses,
+            ),
+            stop_reason=sample.stop_reason,
+            logprobs=tuple(sample.logprobs) if params.logprobs is not None else None,
+            prompt_logprobs=sample.prompt_logprobs,
+            pieces=tuple(sample.pieces),
+        )
+
+    def _leave(self) -> None:
+        """Leave the session where the answers end: what ran ahead of a stop string is out of sight."""
+        kept = [sample.kept + len(sample.tokens) for sample in self.samples]
+        self.session.keep([*kept, *[0] * (self.session.rows - len(kept))])
+
+
+def _sample(session: XlaSession, request: Request, index: int, seed: int) -> _Sample:
+    tokenizer, params = session.model.tokenizer, request.params
+    text = None
+    if tokenizer is not None:
+        text = TextStream(
+            tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+    return _Sample(request, index, seed, session.model.config.eos_tokens, text)
+
+
+def _logprobs(columns: Columns, at: int | tuple[int, int], token: int, count: int) -> TokenLogprobs:
+    top = zip(columns.top_tokens[at][:count], columns.top_logprobs[at][:count], strict=True)
+    return TokenLogprobs(
+        token=token,
+        logprob=float(columns.logprobs[at]),
+        rank=int(columns.ranks[at]),
+        top={int(alternative): float(value) for alternative, value in top},
+    )
+
+
+class _Clock:
+    """Seconds since a batch began, and what was compiled meanwhile."""
+
+    def __init__(self) -> None:
+        self._started = self._lap = time.perf_counter()
+        self._compiled = compiles()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._started
+
+    def lap(self) -> float:
+        last, self._lap = self._lap, time.perf_counter()
+        return self._lap - last
+
+    def compiled(self) -> CompileCount:
+        total, before = compiles(), self._compiled
+        return CompileCount(total.hits - before.hits, total.misses - before.misses, total.seconds - before.seconds)

@@ -1,0 +1,65 @@
+"""Normalisation, rotary positions and the gated MLP: pure functions of arrays."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxrt.config import RopeSpec
+from jaxrt.nn.linear import matmul
+from jaxrt.weights import Matrix
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Root mean square normalisation (Zhang and Sennrich 2019).
+
+    Shapes: x [..., D]; weight [D] float32; result like x.
+    Numerics: in float32, then cast back to x's dtype.
+    """
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+    return (wide * scale * weight).astype(x.dtype)
+
+
+def inverse_frequencies(spec: RopeSpec, head_width: int) -> np.ndarray:
+    """Angle per position of each rotary pair, float64 [H/2]: theta^(-2i/H), rescaled as `spec` says.
+
+    Source: Su et al. 2021; the "llama3" rescaling is section 3.4 of the Llama 3 report (wavelengths beyond
+    original_context / low_freq_factor are stretched by `factor`, those below original_context / high_freq_factor are kept, those
+    between are blended linearly in original_context / wavelength).
+    """
+    frequencies = spec.theta ** (-np.arange(0, head_width, 2, dtype=np.float64) / head_width)
+    if spec.scaling == "none":
+        return frequencies
+    if spec.scaling == "linear":
+        return frequencies / spec.factor
+    turns = spec.original_context * frequencies / (2 * math.pi)  # how often a pair turns in the original context
+    kept = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / spec.factor)
+
+
+def rope_angles(spec: RopeSpec, head_width: int, positions: Array) -> tuple[Array, Array]:
+    """Cosines and sines of the rotation at each position.
+
+    Shapes: positions int32 [B, T]; results float32 [B, T, 1, H/2], ready to broadcast over heads.
+    """
+    frequencies = jnp.asarray(inverse_frequencies(spec, head_width), jnp.float32)
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
+    """Turn each pair (i, i + H/2) of x by its position's angle. Shapes: x [B, T, N, H]; result like x."""
+    cos, sin = angles
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def gated_mlp(x: Array, gate_up: Matrix, down: Matrix) -> Array:
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)). Shapes: x [B, T, D]; result like x."""
+    gate, up = jnp.split(matmul(x, gate_up), 2, axis=-1)
+    return matmul(jax.nn.silu(gate) * up, down)

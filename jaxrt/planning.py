@@ -1,0 +1,132 @@
+"""What a model will take, from its headers alone: bytes, buckets and compiles, before anything is allocated."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrt import cache, weights
+from jaxrt.config import ModelConfig
+from jaxrt.decode_session import PLATFORMS, BucketPolicy
+from jaxrt.errors import RequestError
+from jaxrt.markup import table_html
+
+MIB = 1 << 20
+# Leaves of a sampler's dense rows, in bytes a token of the vocabulary: bias float32, counts int32, stops and prompted bool.
+SAMPLER_BYTES = 4 + 4 + 1 + 1
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Bytes are of the device; nothing of them is allocated by making a plan."""
+
+    parameters: int
+    weights_bytes: int
+    cache_bytes_per_row: int  # at the full capacity asked for
+    cache_bytes_per_1000_tokens: int
+    sampler_bytes_per_row: int
+    workspace_bytes: int  # the largest activations of one prefill chunk or one decode position
+    total_bytes: int  # weights, cache and sampler of all rows, lane and workspace
+    rows: tuple[int, ...]
+    capacities: tuple[int, ...]
+    prefill_lengths: tuple[int, ...]
+    buckets: tuple[str, ...]
+    compiles: int
+    context: int
+    dtype: str
+    kv_dtype: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Facts to show, as name and value."""
+        return [
+            ("parameters", f"{self.parameters:,}"),
+            ("weights", f"{_mib(self.weights_bytes)} ({self.dtype})"),
+            ("cache per row", f"{_mib(self.cache_bytes_per_row)} ({self.kv_dtype}, {self.capacities[-1]:,} tokens)"),
+            ("cache per 1,000 tokens", _mib(self.cache_bytes_per_1000_tokens)),
+            ("sampler per row", _mib(self.sampler_bytes_per_row)),
+            ("workspace", _mib(self.workspace_bytes)),
+            ("total", f"{_mib(self.total_bytes)} for up to {self.rows[-1]} rows"),
+            ("row buckets", ", ".join(map(str, self.rows))),
+            ("capacity buckets", ", ".join(f"{c:,}" for c in self.capacities)),
+            ("prefill lengths", ", ".join(map(str, self.prefill_lengths))),
+            ("compiles", f"{self.compiles} for a full warm-up; the first token needs 2"),
+            ("context", f"{self.context:,} tokens"),
+        ]
+
+    def _repr_html_(self) -> str:
+        return table_html(("", "plan"), self.lines(), "nothing is allocated yet")
+
+
+def plan_model(
+    config: ModelConfig,
+    *,
+    rows: int = 1,
+    capacity: int = 2_048,
+    dtype: Any = jnp.float32,
+    kv_dtype: Any = None,
+    platform: str = "cpu",
+) -> ModelPlan:
+    """The plan of serving `config` with up to `rows` rows of `capacity` tokens.
+
+    Raises: RequestError for rows or a capacity below one, or an unknown platform.
+    """
+    if rows < 1 or capacity < 1:
+        raise RequestError(f"rows={rows}, capacity={capacity}", expected="whole numbers, one or more")
+    if platform not in PLATFORMS:
+        raise RequestError(f"platform {platform!r}", expected=f"one of {', '.join(PLATFORMS)}")
+    kv_dtype = kv_dtype or dtype
+    policy = BucketPolicy.covering(platform, config.context, rows, capacity)
+    per_row = cache.row_nbytes(config, policy.capacities[-1], kv_dtype)
+    sampler = SAMPLER_BYTES * config.vocab
+    held = weights.nbytes(weights.abstract(config, dtype))
+    workspace = _workspace(config, policy, dtype)
+    lanes = policy.rows[-1] + (policy.rows[-1] > 1)
+    return ModelPlan(
+        parameters=config.parameters,
+        weights_bytes=held,
+        cache_bytes_per_row=per_row,
+        cache_bytes_per_1000_tokens=cache.row_nbytes(config, 1_000, kv_dtype),
+        sampler_bytes_per_row=sampler,
+        workspace_bytes=workspace,
+        total_bytes=held + lanes * (per_row + sampler) + workspace,
+        rows=policy.rows,
+        capacities=policy.capacities,
+        prefill_lengths=policy.platform.prefill,
+        buckets=tuple(map(str, policy.buckets())),
+        compiles=len(policy.buckets()),
+        context=config.context,
+        dtype=jnp.dtype(dtype).name,
+        kv_dtype=jnp.dtype(kv_dtype).name,
+    )
+
+
+def _workspace(config: ModelConfig, policy: BucketPolicy, dtype: Any) -> int:
+    """Float32 scores of one layer's attention, its widest activations and a position's logits, for the longest chunk."""
+    tokens = max(policy.platform.prefill[-1], policy.rows[-1])
+    scores = 4 * config.heads * tokens * policy.capacities[-1]
+    widest = max(2 * config.mlp_width, (config.heads + 2 * config.kv_heads) * config.head_width)
+    activations = jnp.dtype(dtype).itemsize * tokens * (2 * config.width + 2 * widest)
+    return scores + activations + 4 * policy.rows[-1] * config.vocab
+
+
+def _mib(count: int) -> str:
+    return f"{count / MIB:,.1f} MiB"
+
+
+def describe(config: ModelConfig) -> Mapping[str, str]:
+    """The mechanisms of a model, for people."""
+    return {
+        "family": config.family,
+        "layers": str(len(config.layers)),
+        "width": str(config.width),
+        "heads": f"{config.heads} ({config.kv_heads} KV) of {config.head_width}",
+        "MLP width": str(config.mlp_width),
+        "vocabulary": f"{config.vocab:,}",
+        "context": f"{config.context:,}",
+        "head": "tied to the embedding" if config.tied_head else "its own",
+        "parameters": f"{config.parameters:,}",
+    }

@@ -1,0 +1,126 @@
+"""Prompts to requests: text, tokens or messages in, checked token ids out. Everything checkable is checked here, on the host."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrt import knobs as knob_arrays
+from jaxrt.artifacts.tokenizer import Tokenizer
+from jaxrt.errors import CapacityError, RequestError
+from jaxrt.requests import SamplingParams
+from jaxrt.sessions.model import XlaModel
+from jaxrt.sessions.session import XlaSession
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to answer, checked against the model."""
+
+    tokens: tuple[int, ...]  # to append to the session
+    params: SamplingParams
+    row: int = 0  # its place in the list of prompts
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+def tokenizer_of(model: XlaModel) -> Tokenizer:
+    """Raises: RequestError for a model that came without a tokenizer."""
+    if model.tokenizer is None:
+        raise RequestError(
+            "this model came without a tokenizer", fix="give token ids, or put a tokenizer.json beside the weights"
+        )
+    return model.tokenizer
+
+
+def requests_of(
+    model: XlaModel,
+    prompt: Any,
+    params: SamplingParams | None,
+    messages: Any,
+    session: XlaSession | None,
+) -> tuple[list[Request], bool]:
+    """What a user handed in as checked requests, and whether it was a single one.
+
+    Raises: RequestError, CapacityError.
+    """
+    if params is not None and not isinstance(params, SamplingParams):
+        raise RequestError(f"params of type {type(params).__name__}", expected="jaxrt.SamplingParams")
+    params = params or model.defaults
+    prompts, single = _prompts(model, prompt, messages, session)
+    if session is not None:
+        if len(prompts) != session.rows:
+            raise RequestError(f"{len(prompts)} prompts", expected=f"one for each of the session's {session.rows} rows")
+        if params.n > 1:
+            raise RequestError(f"n={params.n} in a given session", fix="leave session= out, or ask once for each sample")
+    bad_words = _bad_words(model, params)
+    _check_ids(model, params)
+    requests = []
+    for row, tokens in enumerate(prompts):
+        _check_prompt(model, tokens)
+        held = 0 if session is None else len(session.tokens[row])
+        if held + len(tokens) >= model.config.context:
+            raise CapacityError(
+                f"a prompt of {held + len(tokens):,} tokens",
+                expected=f"fewer than the model's context of {model.config.context:,}",
+                fix="shorten the prompt",
+            )
+        requests.append(Request(tuple(int(token) for token in tokens), params, row, bad_words))
+    return requests, single
+
+
+def _prompts(
+    model: XlaModel, prompt: Any, messages: Any, session: XlaSession | None
+) -> tuple[list[Sequence[int]], bool]:
+    if (prompt is None) == (messages is None):
+        if prompt is None and session is not None:
+            return [() for _ in range(session.rows)], session.rows == 1
+        raise RequestError("both or neither of prompt and messages", expected="exactly one")
+    if messages is not None:
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise RequestError("messages that are no list", expected="a list of {'role': ..., 'content': ...}")
+        single = isinstance(messages[0], Mapping)
+        conversations = [messages] if single else messages
+        return [tokenizer_of(model).apply_chat_template(list(conversation)) for conversation in conversations], single
+    if isinstance(prompt, str):
+        return [_encode(model, prompt, session)], True
+    if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence | np.ndarray) or len(prompt) == 0:
+        raise RequestError(f"a prompt of {_shown(prompt)}", expected="text, a list of token ids, or a list of those")
+    if not isinstance(prompt[0], str | Sequence | np.ndarray):
+        return [list(prompt)], True
+    return [_encode(model, one, session) if isinstance(one, str) else list(one) for one in prompt], False
+
+
+def _encode(model: XlaModel, text: str, session: XlaSession | None) -> list[int]:
+    if not text:
+        raise RequestError("an empty prompt", expected="at least one character")
+    begins = session is None or not session.capacity  # only the beginning of a sequence gets a BOS
+    return tokenizer_of(model).encode(text, add_special_tokens=begins)
+
+
+def _check_prompt(model: XlaModel, tokens: Sequence[Any]) -> None:
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < model.config.vocab:
+            raise RequestError(f"token id {_shown(token)}", expected=f"whole numbers from 0 to {model.config.vocab - 1}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{type(value).__name__} {text[:60]}..."
+
+
+def _check_ids(model: XlaModel, params: SamplingParams) -> None:
+    knob_arrays.check(params, model.config.vocab)
+    if params.stop and model.tokenizer is None:
+        raise RequestError("stop strings for a model without a tokenizer", fix="use stop_token_ids")
+
+
+def _bad_words(model: XlaModel, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is spelled at the start of a text and after a space."""
+    if not params.bad_words:
+        return ()
+    encode = tokenizer_of(model).encode
+    spelled = {tuple(encode(s + word.lstrip(), add_special_tokens=False)) for word in params.bad_words for s in ("", " ")}
+    return tuple(sorted(tokens for tokens in spelled if tokens))

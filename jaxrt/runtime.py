@@ -1,0 +1,211 @@
+"""`ModelRuntime`: a backend and its session as one owner; and the short ways in, `load`, `generate`, `stream`, `score`."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrt import generation, scoring
+from jaxrt.artifacts.hub import resolve
+from jaxrt.artifacts.tokenizer import Tokenizer
+from jaxrt.backend import LoadOptions, XlaBackend
+from jaxrt.config import ModelConfig
+from jaxrt.contracts import (
+    BackendProvider,
+    BackendSession,
+    ModelLoadingBackend,
+    PreparedModel,
+    SessionCapabilities,
+    Submission,
+)
+from jaxrt.errors import RequestError, SessionCapabilityError
+from jaxrt.markup import weights_html
+from jaxrt.observations import ObservationSet
+from jaxrt.planning import describe
+from jaxrt.prompts import Message, requests_of, tokenizer_of
+from jaxrt.requests import Generation, SamplingParams, Score, TokenEvent
+from jaxrt.sessions.session import XlaSession
+from jaxrt.sessions.warmup import warm_up
+from jaxrt.weights import named
+
+Prompt = str | Sequence[int]
+
+
+class ModelRuntime:
+    """A prepared model, its backend and its session. Also a context manager: leaving it frees the device memory."""
+
+    def __init__(self, backend: BackendProvider, session: BackendSession) -> None:
+        self._backend = backend
+        self._session = session
+        self._sessions: list[XlaSession] = []
+
+    @classmethod
+    def prepare(cls, backend: BackendProvider, config: Any) -> "ModelRuntime":
+        """Prepare a model from the backend's own config and make its session."""
+        return cls.from_prepared(backend, backend.prepare_model(config))
+
+    @classmethod
+    def from_prepared(cls, backend: BackendProvider, model: PreparedModel) -> "ModelRuntime":
+        """Make the session of a prepared model, which is consumed.
+
+        Raises: SessionCapabilityError unless the session's capabilities are exactly those that were admitted.
+        """
+        admitted = model.capabilities
+        session = backend.create_session(model)
+        realised = session.capabilities()
+        if admitted != realised:
+            raise SessionCapabilityError(f"a session with {realised}", expected=f"exactly the admitted {admitted}")
+        return cls(backend, session)
+
+    @classmethod
+    def load(cls, backend: ModelLoadingBackend, artifact_path: str | os.PathLike[str], options: Any) -> "ModelRuntime":
+        """Load an artifact on `backend` and make its session.
+
+        Raises: ArtifactError, UnsupportedModel, ModelLoadError.
+        """
+        return cls.from_prepared(backend, backend.load_model(Path(artifact_path), options))
+
+    @property
+    def backend(self) -> BackendProvider:
+        return self._backend
+
+    @property
+    def session(self) -> BackendSession:
+        """The runtime's own session."""
+        return self._session
+
+    @property
+    def parts(self) -> tuple[BackendProvider, BackendSession]:
+        return self._backend, self._session
+
+    def capabilities(self) -> SessionCapabilities:
+        """Of the realised session."""
+        return self._session.capabilities()
+
+    def prefill(self, input: Any) -> Submission:
+        """Submit a prompt to the session; nothing blocks."""
+        return self._session.prefill(input)
+
+    def decode(self, input: Any) -> Submission:
+        """Submit one or more further positions; nothing blocks."""
+        return self._session.decode(input)
+
+    def observe_output(self, output: Any) -> ObservationSet:
+        """Bring a completed output to the host. Blocks: the explicit synchronisation."""
+        return self._session.observe_output(output)
+
+    # --- text, on XLA sessions ------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._xla().model.config
+
+    @property
+    def artifact_path(self) -> Path | None:
+        """Where the weights came from; None for a model made in memory."""
+        return self._xla().model.path
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises: RequestError for a model without one."""
+        return tokenizer_of(self._xla().model)
+
+    def new_session(self, rows: int = 1) -> XlaSession:
+        """Another session on the same weights, with a cache of its own for `rows` sequences."""
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            raise RequestError(f"{rows!r} rows", expected="a whole number, one or more")
+        session = XlaSession(self._xla().model, rows)
+        self._sessions = [*(s for s in self._sessions if not s.closed), session]
+        return session
+
+    def warmup(
+        self, rows: int = 1, capacity: int | None = None, progress: Callable[[int, int, str], None] | None = None
+    ) -> int:
+        """Compile, and run once, everything that requests of up to `rows` rows and `capacity` tokens need: at most 20 executables.
+
+        capacity: tokens a row, prompt and answer together; None is 2,048 or the model's context if that is less.
+        progress: called with executables done, their number, and the last one's name. Returns their number.
+        """
+        return warm_up(self._xla().model, rows, capacity, progress)
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
+        session: XlaSession | None = None,
+    ) -> Any:
+        """Answer one prompt (a Generation), or a list of them as rows of one batch (a list of Generations).
+
+        prompt: text (raw, with a BOS where the model adds one) or token ids. messages: through the chat template instead.
+        params: None means the checkpoint's own generation_config.json, else greedy; `Generation.params` says which.
+        session: where to continue; None starts anew in `rt.session` for one prompt, in a session of its own for several.
+
+        Raises: RequestError and CapacityError before anything is dispatched.
+        """
+        requests, single = requests_of(self._xla().model, prompt, params, messages, session)
+        found = generation.generate(self._xla(), requests, session)
+        return found[0] if single else found
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Prompt] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
+        session: XlaSession | None = None,
+    ) -> Iterator[TokenEvent]:
+        """The same as events while the answer grows; the texts of a sample's events add up to its `Generation.text`."""
+        requests, _ = requests_of(self._xla().model, prompt, params, messages, session)
+        return generation.stream(self._xla(), requests, session)
+
+    def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
+        """How likely the model finds each text: log-probabilities in nat, one a token, None for the first."""
+        return scoring.score(self._xla().model, texts)
+
+    def close(self) -> None:
+        """Free the device memory: sessions, weights, executables. Further calls raise."""
+        if isinstance(self._session, XlaSession):
+            for session in (self._session, *self._sessions):
+                session.close()
+            self._session.model.close()
+
+    def __enter__(self) -> "ModelRuntime":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _xla(self) -> XlaSession:
+        if not isinstance(self._session, XlaSession):
+            raise RequestError(
+                f"{type(self._session).__name__} has no text side", fix="use prefill and decode, or an XlaBackend"
+            )
+        return self._session
+
+    def _repr_html_(self) -> str:
+        model = self._xla().model
+        leaves = [(name, tuple(leaf.shape), str(leaf.dtype), leaf.nbytes) for name, leaf in named(model.weights).items()]
+        return weights_html(str(model.path or "model in memory"), describe(model.config), leaves)
+
+
+def load(
+    path_or_id: str | os.PathLike[str],
+    *,
+    device: Any = None,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    revision: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ModelRuntime:
+    """Load a model: a demo name, a Hugging Face id, a directory, a .gguf file, or an Orbax directory.
+
+    device: a jax.Device, or "cpu", "gpu", "gpu:1"; None is JAX's default. dtype, kv_dtype: "auto", "float32" or "bfloat16".
+    progress: called with the bytes of weights placed and their total.
+
+    Raises: ArtifactError for what cannot be read, UnsupportedModel for what jaxrt does not do.
+    """
+    path = resolve(path_or_id, revision=revision)
+    options = LoadOptions(dtype=dtype, kv_dtype=kv_dtype, progress=progress)  # type: ignore[arg-type]
+    return ModelRuntime.load(XlaBackend(device), path, options)

@@ -1,0 +1,43 @@
+"""Scoring: the log-probability of every token of a given text, by the prefill programs that generation uses."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrt import knobs as knob_arrays
+from jaxrt.errors import RequestError
+from jaxrt.prompts import requests_of
+from jaxrt.requests import SamplingParams, Score
+from jaxrt.sampling import unpack
+from jaxrt.sessions.model import XlaModel
+from jaxrt.sessions.session import XlaSession
+
+
+def score(model: XlaModel, texts: Any) -> list[Score]:
+    """One Score for each text or list of token ids, in a session of its own; no other session is touched.
+
+    Raises: RequestError, CapacityError before anything is dispatched.
+    """
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts:
+        raise RequestError(f"texts of type {type(texts).__name__}", expected="a list of texts, or of lists of token ids")
+    requests = [requests_of(model, text, SamplingParams(temperature=0.0, max_tokens=1), None, None)[0][0] for text in texts]
+    session = XlaSession(model)
+    try:
+        return [
+            _score(session, request.tokens, text if isinstance(text, str) else "")
+            for request, text in zip(requests, texts, strict=True)
+        ]
+    finally:
+        session.close()
+
+
+def _score(session: XlaSession, tokens: tuple[int, ...], text: str) -> Score:
+    knobs = knob_arrays.neutral(1, session.model.config.vocab)
+    session.start_anew(len(tokens))
+    columns = unpack(session.admit((0,), tokens, [knobs], score=1).read_scores())
+    before = len(tokens) - 1  # the last position has no token to score
+    return Score(
+        tokens=tokens,
+        logprobs=(None, *(float(value) for value in columns.logprobs[:before])),
+        greedy=(None, *(bool(g == t) for g, t in zip(columns.tokens[:before], tokens[1:], strict=True))),
+        text=text,
+    )

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrt import weights
@@ -22,18 +21,16 @@ from jaxrt.contracts import (
 )
 from jaxrt.errors import ModelLoadError, RequestError
 from jaxrt.models.families import read_config
+from jaxrt.planning import resolve_dtype
 from jaxrt.requests import SamplingParams
 from jaxrt.sessions.model import XlaModel
 from jaxrt.sessions.session import CAPABILITIES, XlaSession
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-# XLA's CPU backend widens bfloat16 element by element: ten times slower at one row than float32.
-NATIVE_DTYPE = {"cpu": "float32"}
-
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load. dtype "auto" is float32 on CPU and bfloat16 elsewhere; kv_dtype "auto" is the same as the weights'."""
+    """How to load. dtype "auto" is float32 on CPU and bfloat16 elsewhere; kv_dtype "auto" is the same as the
+    weights'."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -43,7 +40,8 @@ class LoadOptions:
 
 @dataclass(frozen=True, eq=False)
 class ModelSource:
-    """What `prepare_model` takes: a config, its weights (arrays, in the tree of `weights.abstract(config)`), and their text side."""
+    """What `prepare_model` takes: a config, its weights (arrays, in the tree of `weights.abstract(config)`), and
+    their text side."""
 
     config: ModelConfig
     weights: weights.Weights
@@ -54,7 +52,8 @@ class ModelSource:
 
 
 class XlaBackend:
-    """One XLA device. `device` is a jax.Device, or a platform name such as "cpu", "gpu" or "gpu:1"; None is JAX's default."""
+    """One XLA device. `device` is a jax.Device, or a platform name such as "cpu", "gpu" or "gpu:1"; None is JAX's
+    default."""
 
     def __init__(self, device: jax.Device | str | None = None) -> None:
         self.device = find_device(device) if device is None or isinstance(device, str) else device
@@ -98,8 +97,8 @@ class XlaBackend:
         checkpoint = open_checkpoint(artifact)
         config = read_config(checkpoint)
         options.required.validate(CAPABILITIES)
-        dtype = self._dtype(options.dtype)
-        kv_dtype = dtype if options.kv_dtype == "auto" else self._dtype(options.kv_dtype)
+        dtype = resolve_dtype(options.dtype, self.device.platform)
+        kv_dtype = dtype if options.kv_dtype == "auto" else resolve_dtype(options.kv_dtype, self.device.platform)
         tokenizer, defaults = load_tokenizer(checkpoint), generation_defaults(checkpoint, config)
 
         def place(name: str, spec: weights.ArraySpec, data: np.ndarray) -> jax.Array:
@@ -107,13 +106,6 @@ class XlaBackend:
 
         loaded = load_weights(checkpoint, config, dtype=dtype, place=place, progress=options.progress)
         return self.prepare_model(ModelSource(config, loaded, kv_dtype, tokenizer, defaults, checkpoint.path))
-
-    def _dtype(self, name: str) -> Any:
-        native = NATIVE_DTYPE.get(self.device.platform, "bfloat16")
-        chosen = DTYPES.get(native if name == "auto" else name)
-        if chosen is None:
-            raise RequestError(f"dtype {name!r}", expected=f"one of auto, {', '.join(DTYPES)}")
-        return chosen
 
 
 def find_device(name: str | None) -> jax.Device:

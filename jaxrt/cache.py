@@ -12,7 +12,8 @@ from jaxrt.config import ModelConfig
 
 @struct.dataclass
 class KVCache:
-    """Keys (rotated) and values of every layer. Slot s of a row holds position s; slots past the row's length are noise."""
+    """Keys (rotated) and values of every layer. Slot s of a row holds position s; slots past the row's length are
+    noise."""
 
     keys: tuple[Any, ...]  # L of [B, K, S, H]
     values: tuple[Any, ...]  # L of [B, K, S, H]

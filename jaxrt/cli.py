@@ -1,22 +1,24 @@
-"""The `jaxrt` command. Answers go to stdout; progress, statistics and errors to stderr. Heavy imports wait until a command runs."""
+"""The `jaxrt` command. Answers go to stdout; progress, statistics and errors to stderr. Heavy imports wait until a
+command runs."""
 
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import click
 
 from jaxrt import __version__
-from jaxrt.terminal import Progress, show_table
 from jaxrt.errors import JaxrtError
+from jaxrt.terminal import Progress, show_table
 
 DEMO = "smollm2-135m"
 
-model_option = click.option("--model", "-m", default=DEMO, show_default=True, help="Demo name, Hugging Face id or path.")
+model_option = click.option(
+    "--model", "-m", default=DEMO, show_default=True, help="Demo name, Hugging Face id or path."
+)
 device_option = click.option("--device", default=None, help='"cpu", "gpu", "gpu:1"; JAX\'s default if left out.')
 dtype_option = click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto")
 kv_dtype_option = click.option("--kv-dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto")
@@ -52,7 +54,9 @@ def commands(context: click.Context, debug: bool) -> None:
 @device_option
 @dtype_option
 @kv_dtype_option
-def run(prompt: str | None, model: str, chat: bool, system: str | None, stats: bool, as_json: bool, **options: Any) -> None:
+def run(
+    prompt: str | None, model: str, chat: bool, system: str | None, stats: bool, as_json: bool, **options: Any
+) -> None:
     """Continue PROMPT, or answer it with --chat; without a PROMPT --chat is a conversation, else stdin is read."""
     from jaxrt.requests import SamplingParams
 
@@ -290,5 +294,3 @@ def _debug_first(arguments: list[str]) -> list[str]:
 
 def _terminate(_signal: int, _frame: Any) -> None:
     sys.exit(143)
-
-

@@ -1,6 +1,7 @@
 """The persistent compile cache: on by default, private to its user, and rid of entries that a crash tore.
 
-An entry is executable code, so a directory that others can write is never used. JAX writes entries without a temporary file and
+An entry is executable code, so a directory that others can write is never used. JAX writes entries without a
+temporary file and
 never rewrites one that is there: a torn entry would cost a warning and a compile at every start for ever.
 """
 

@@ -25,8 +25,9 @@ class _Entry:
 class InferenceContext(MutableMapping[str, PyTree]):
     """Owns arrays by name on one device or sharding. Plans read them; a plan that updates one donates its old buffers.
 
-    What a running plan returns takes the old value's place before anything else can happen to it. Should the buffers be lost
-    on the way (an interrupt in the middle of the call), the entry is gone and reading it raises SessionPoisoned.
+    What a running plan returns takes the old value's place before anything else can happen to it. Should the buffers
+    be lost on the way (an interrupt in the middle of the call), the entry is gone and reading it raises
+    SessionPoisoned.
     """
 
     def __init__(self, device: jax.Device | jax.sharding.Sharding | None = None) -> None:
@@ -117,7 +118,8 @@ class InferenceContext(MutableMapping[str, PyTree]):
     ) -> dict[str, tuple]:
         """Dispatch `plan` over this context's values and the leaves `given` by name; nothing blocks.
 
-        names: where a value of the plan goes by another name here. Returns the leaves of every target that replaces no value.
+        names: where a value of the plan goes by another name here. Returns the leaves of every target that replaces
+        no value.
         Donates: the values the plan updates, which are replaced by what comes back.
         Raises: ContextError for a missing value; TopologyChanged when shapes, dtypes or devices are not the plan's.
         """

@@ -1,4 +1,5 @@
-"""The portable contracts of documents 001 and 002: what a backend and its sessions promise, whatever device they run on."""
+"""The portable contracts of documents 001 and 002: what a backend and its sessions promise, whatever device they run
+on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields

@@ -1,4 +1,5 @@
-"""Buckets, the policy that chooses them, and `DecodeSession`: one plan per bucket, made once, in parallel, or on demand."""
+"""Buckets, the policy that chooses them, and `DecodeSession`: one plan per bucket, made once, in parallel, or on
+demand."""
 
 import os
 import threading
@@ -119,7 +120,8 @@ class BucketPolicy:
         return _first_fit(tokens, self.capacities, "tokens")
 
     def chunks(self, tokens: int) -> tuple[int, ...]:
-        """The prefill lengths that take `tokens` at the least cost; the last may be padded. A function of the count alone."""
+        """The prefill lengths that take `tokens` at the least cost; the last may be padded. A function of the count
+        alone."""
         longest = self.platform.prefill[-1]
         whole, rest = divmod(tokens, longest)
         return (longest,) * whole + _cheapest(rest, self.platform.prefill, self.platform.call_tokens)
@@ -168,7 +170,8 @@ class Recipe:
 
 
 class DecodeSession:
-    """The plans of one model on one placement, one per bucket. Sessions on the same weights share it; it holds no buffers."""
+    """The plans of one model on one placement, one per bucket. Sessions on the same weights share it; it holds no
+    buffers."""
 
     def __init__(self, recipe: Callable[[Bucket], Recipe], placement: Callable[[], AbstractContextManager]) -> None:
         self._recipe = recipe

@@ -19,9 +19,7 @@ class JaxrtError(Exception):
 class ArtifactError(JaxrtError):
     """A file or directory that cannot be read as what it claims to be. Names the file and the field."""
 
-    def __init__(
-        self, found: str, *, path: object = "", field: str = "", expected: str = "", fix: str = ""
-    ) -> None:
+    def __init__(self, found: str, *, path: object = "", field: str = "", expected: str = "", fix: str = "") -> None:
         self.path, self.field = str(path), field
         where = ": ".join(part for part in (self.path, field) if part)
         super().__init__(f"{where}: {found}" if where else found, expected=expected, fix=fix)

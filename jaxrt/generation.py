@@ -66,7 +66,8 @@ class _Sample:
 
 
 def stream(session: XlaSession, requests: list[Request], given: XlaSession | None) -> Iterator[TokenEvent]:
-    """Events of all requests. One sample runs in `session`, or in `given`; several in batches, in sessions of their own."""
+    """Events of all requests. One sample runs in `session`, or in `given`; several in batches, in sessions of their
+    own."""
     return _stream(session, requests, given, streaming=True)
 
 
@@ -101,7 +102,8 @@ def _stream(
 
 
 class _Loop:
-    """One batch of samples through one session: row b is sample b. At most one submission is ahead of the one being read."""
+    """One batch of samples through one session: row b is sample b. At most one submission is ahead of the one being
+    read."""
 
     def __init__(
         self, session: XlaSession, wanted: Sequence[tuple[Request, int, int]], *, append: bool, streaming: bool
@@ -166,7 +168,9 @@ class _Loop:
             return tokens
         held = self.session.tokens[row]
         if not held and not tokens:
-            raise RequestError("an empty session and no prompt", expected="something to go on from", fix="give a prompt")
+            raise RequestError(
+                "an empty session and no prompt", expected="something to go on from", fix="give a prompt"
+            )
         uncached = len(held) - int(self.session.lengths[row])
         if not tokens and not uncached:
             uncached = 1  # its logits are gone: run the last token again

@@ -2,18 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxrt import cache, weights
+from jaxrt.artifacts.load import open_checkpoint
 from jaxrt.config import ModelConfig
 from jaxrt.decode_session import PLATFORMS, BucketPolicy
 from jaxrt.errors import RequestError
 from jaxrt.markup import table_html
+from jaxrt.models.families import read_config
 
 MIB = 1 << 20
-# Leaves of a sampler's dense rows, in bytes a token of the vocabulary: bias float32, counts int32, stops and prompted bool.
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+# XLA's CPU backend widens bfloat16 element by element: ten times slower at one row than float32.
+NATIVE_DTYPE = {"cpu": "float32"}
+# Leaves of a sampler's dense rows, in bytes a token of the vocabulary: bias float32, counts int32, stops and prompted
+# bool.
 SAMPLER_BYTES = 4 + 4 + 1 + 1
 
 
@@ -104,8 +112,36 @@ def plan_model(
     )
 
 
+def plan_artifact(
+    path: Path, *, rows: int, capacity: int, dtype: str = "auto", kv_dtype: str = "auto", platform: str | None = None
+) -> ModelPlan:
+    """The plan of a checkpoint, read from its headers. platform None: that of JAX's default device.
+
+    Raises: ArtifactError, UnsupportedModel, RequestError.
+    """
+    platform = platform or jax.default_backend()
+    weights_dtype = resolve_dtype(dtype, platform)
+    return plan_model(
+        read_config(open_checkpoint(path)),
+        rows=rows,
+        capacity=capacity,
+        dtype=weights_dtype,
+        kv_dtype=weights_dtype if kv_dtype == "auto" else resolve_dtype(kv_dtype, platform),
+        platform=platform,
+    )
+
+
+def resolve_dtype(name: str, platform: str) -> Any:
+    """The dtype called `name`; "auto" is what the platform computes well. Raises: RequestError for an unknown name."""
+    chosen = DTYPES.get(NATIVE_DTYPE.get(platform, "bfloat16") if name == "auto" else name)
+    if chosen is None:
+        raise RequestError(f"dtype {name!r}", expected=f"one of auto, {', '.join(DTYPES)}")
+    return chosen
+
+
 def _workspace(config: ModelConfig, policy: BucketPolicy, dtype: Any) -> int:
-    """Float32 scores of one layer's attention, its widest activations and a position's logits, for the longest chunk."""
+    """Float32 scores of one layer's attention, its widest activations and a position's logits, for the longest
+    chunk."""
     tokens = max(policy.platform.prefill[-1], policy.rows[-1])
     scores = 4 * config.heads * tokens * policy.capacities[-1]
     widest = max(2 * config.mlp_width, (config.heads + 2 * config.kv_heads) * config.head_width)

@@ -24,8 +24,9 @@ Env = Mapping[str, Array]  # symbol -> traced int32 scalar
 class Program:
     """A named pure function `fn(values, env) -> {target: pytree}`.
 
-    values: name -> pytree of arrays. env: symbol name -> int32 scalar. constants: values that no context holds, uploaded when
-    the program runs. updates: {"kv": "kv_next"} makes target `kv_next` the context's new `kv`, whose old buffers are donated.
+    values: name -> pytree of arrays. env: symbol name -> int32 scalar. constants: values that no context holds,
+    uploaded when the program runs. updates: {"kv": "kv_next"} makes target `kv_next` the context's new `kv`, whose
+    old buffers are donated.
     """
 
     fn: Callable[[Values, Env], Mapping[str, Any]]
@@ -49,10 +50,11 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A program compiled for given shapes and placement. Takes one flat tuple: the inputs' leaves in order, then the env.
+    """A program compiled for given shapes and placement. Takes one flat tuple: the inputs' leaves in order, then the
+    env.
 
-    Dispatch costs microseconds a leaf, more for nested trees; so what is called is flat, and only what a caller asks for
-    is put together again.
+    Dispatch costs microseconds a leaf, more for nested trees; so what is called is flat, and only what a caller asks
+    for is put together again.
     """
 
     name: str
@@ -65,7 +67,8 @@ class Plan:
     from_cache: bool  # loaded from the persistent compile cache
 
     def env(self, values: Mapping[str, int]) -> np.ndarray:
-        """The symbols' values as the int32 vector an executable takes. Raises: ContextError for a missing or unknown one."""
+        """The symbols' values as the int32 vector an executable takes. Raises: ContextError for a missing or unknown
+        one."""
         if values.keys() != set(self.symbols):
             raise ContextError(
                 f"{self.name} got the symbols {sorted(values)}", expected=f"exactly {sorted(self.symbols)}"
@@ -82,7 +85,8 @@ def plan(
 ) -> Plan:
     """Trace, lower and compile `program` for inputs of the given shapes.
 
-    specs: input name -> pytree of arrays or ShapeDtypeStructs. Only `targets`, and those that update an input, are computed.
+    specs: input name -> pytree of arrays or ShapeDtypeStructs. Only `targets`, and those that update an input, are
+    computed.
     options: XLA's compiler options.
 
     Raises: ContextError for a value or target the program does not know; CompileForbidden under `forbid_compile()`.

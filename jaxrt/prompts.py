@@ -1,4 +1,5 @@
-"""Prompts to requests: text, tokens or messages in, checked token ids out. Everything checkable is checked here, on the host."""
+"""Prompts to requests: text, tokens or messages in, checked token ids out. Everything checkable is checked here, on
+the host."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,9 @@ def requests_of(
         if len(prompts) != session.rows:
             raise RequestError(f"{len(prompts)} prompts", expected=f"one for each of the session's {session.rows} rows")
         if params.n > 1:
-            raise RequestError(f"n={params.n} in a given session", fix="leave session= out, or ask once for each sample")
+            raise RequestError(
+                f"n={params.n} in a given session", fix="leave session= out, or ask once for each sample"
+            )
     bad_words = _bad_words(model, params)
     _check_ids(model, params)
     requests = []
@@ -103,7 +106,9 @@ def _encode(model: XlaModel, text: str, session: XlaSession | None) -> list[int]
 def _check_prompt(model: XlaModel, tokens: Sequence[Any]) -> None:
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < model.config.vocab:
-            raise RequestError(f"token id {_shown(token)}", expected=f"whole numbers from 0 to {model.config.vocab - 1}")
+            raise RequestError(
+                f"token id {_shown(token)}", expected=f"whole numbers from 0 to {model.config.vocab - 1}"
+            )
 
 
 def _shown(value: object) -> str:
@@ -122,5 +127,7 @@ def _bad_words(model: XlaModel, params: SamplingParams) -> tuple[tuple[int, ...]
     if not params.bad_words:
         return ()
     encode = tokenizer_of(model).encode
-    spelled = {tuple(encode(s + word.lstrip(), add_special_tokens=False)) for word in params.bad_words for s in ("", " ")}
+    spelled = {
+        tuple(encode(s + word.lstrip(), add_special_tokens=False)) for word in params.bad_words for s in ("", " ")
+    }
     return tuple(sorted(tokens for tokens in spelled if tokens))

@@ -28,9 +28,9 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How to choose tokens: vLLM's names and defaults, except `max_tokens`, which is 256 here.
 
-    temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off. Penalties, `logit_bias`, `allowed_token_ids` and
-    `bad_words` apply to the logits first; then temperature, min_p, top_k and top_p, in that order. `logprobs` asks for that
-    many alternatives per new token (0: the chosen token alone), `prompt_logprobs` likewise for the prompt.
+    temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off. Penalties, `logit_bias`, `allowed_token_ids`
+    and `bad_words` apply to the logits first; then temperature, min_p, top_k and top_p, in that order. `logprobs` asks
+    for that many alternatives per new token (0: the chosen token alone), `prompt_logprobs` likewise for the prompt.
     Knobs are traced arrays on the device: no value of any of them compiles anything anew.
 
     Raises: RequestError for a value outside its range.
@@ -194,7 +194,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Where the time of one request went. Seconds and tokens per second; compile time is inside `ttft_s` where it fell there."""
+    """Where the time of one request went. Seconds and tokens per second; compile time is inside `ttft_s` where it
+    fell there."""
 
     prompt_tokens: int
     new_tokens: int
@@ -217,7 +218,8 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A piece of streamed output. `text` is always valid UTF-8 and may be empty while a character or a stop string is open."""
+    """A piece of streamed output. `text` is always valid UTF-8 and may be empty while a character or a stop string is
+    open."""
 
     text: str
     tokens: tuple[int, ...] = ()

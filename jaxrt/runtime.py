@@ -1,4 +1,5 @@
-"""`ModelRuntime`: a backend and its session as one owner; and the short ways in, `load`, `generate`, `stream`, `score`."""
+"""`ModelRuntime`: a backend and its session as one owner; and the short ways in, `load`, `generate`, `stream`,
+`score`."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from jaxrt.markup import weights_html
 from jaxrt.observations import ObservationSet
 from jaxrt.planning import describe
 from jaxrt.prompts import Message, requests_of, tokenizer_of
-from jaxrt.requests import Generation, SamplingParams, Score, TokenEvent
+from jaxrt.requests import SamplingParams, Score, TokenEvent
 from jaxrt.sessions.session import XlaSession
 from jaxrt.sessions.warmup import warm_up
 from jaxrt.weights import named
@@ -121,7 +122,8 @@ class ModelRuntime:
     def warmup(
         self, rows: int = 1, capacity: int | None = None, progress: Callable[[int, int, str], None] | None = None
     ) -> int:
-        """Compile, and run once, everything that requests of up to `rows` rows and `capacity` tokens need: at most 20 executables.
+        """Compile, and run once, everything that requests of up to `rows` rows and `capacity` tokens need: at most 20
+        executables.
 
         capacity: tokens a row, prompt and answer together; None is 2,048 or the model's context if that is less.
         progress: called with executables done, their number, and the last one's name. Returns their number.
@@ -138,9 +140,11 @@ class ModelRuntime:
     ) -> Any:
         """Answer one prompt (a Generation), or a list of them as rows of one batch (a list of Generations).
 
-        prompt: text (raw, with a BOS where the model adds one) or token ids. messages: through the chat template instead.
+        prompt: text (raw, with a BOS where the model adds one) or token ids. messages: through the chat template
+        instead.
         params: None means the checkpoint's own generation_config.json, else greedy; `Generation.params` says which.
-        session: where to continue; None starts anew in `rt.session` for one prompt, in a session of its own for several.
+        session: where to continue; None starts anew in `rt.session` for one prompt, in a session of its own for
+        several.
 
         Raises: RequestError and CapacityError before anything is dispatched.
         """
@@ -186,7 +190,9 @@ class ModelRuntime:
 
     def _repr_html_(self) -> str:
         model = self._xla().model
-        leaves = [(name, tuple(leaf.shape), str(leaf.dtype), leaf.nbytes) for name, leaf in named(model.weights).items()]
+        leaves = [
+            (name, tuple(leaf.shape), str(leaf.dtype), leaf.nbytes) for name, leaf in named(model.weights).items()
+        ]
         return weights_html(str(model.path or "model in memory"), describe(model.config), leaves)
 
 
@@ -201,7 +207,8 @@ def load(
 ) -> ModelRuntime:
     """Load a model: a demo name, a Hugging Face id, a directory, a .gguf file, or an Orbax directory.
 
-    device: a jax.Device, or "cpu", "gpu", "gpu:1"; None is JAX's default. dtype, kv_dtype: "auto", "float32" or "bfloat16".
+    device: a jax.Device, or "cpu", "gpu", "gpu:1"; None is JAX's default. dtype, kv_dtype: "auto", "float32" or
+    "bfloat16".
     progress: called with the bytes of weights placed and their total.
 
     Raises: ArtifactError for what cannot be read, UnsupportedModel for what jaxrt does not do.

@@ -18,8 +18,12 @@ def score(model: XlaModel, texts: Any) -> list[Score]:
     Raises: RequestError, CapacityError before anything is dispatched.
     """
     if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts:
-        raise RequestError(f"texts of type {type(texts).__name__}", expected="a list of texts, or of lists of token ids")
-    requests = [requests_of(model, text, SamplingParams(temperature=0.0, max_tokens=1), None, None)[0][0] for text in texts]
+        raise RequestError(
+            f"texts of type {type(texts).__name__}", expected="a list of texts, or of lists of token ids"
+        )
+    requests = [
+        requests_of(model, text, SamplingParams(temperature=0.0, max_tokens=1), None, None)[0][0] for text in texts
+    ]
     session = XlaSession(model)
     try:
         return [

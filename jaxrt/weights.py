@@ -1,7 +1,9 @@
-"""The weights, declared once: `abstract(config)` says shape, dtype and logical axes of every array; the rest is derived.
+"""The weights, declared once: `abstract(config)` says shape, dtype and logical axes of every array; the rest is
+derived.
 
-Arrays are per layer, never stacked (scanning over stacked weights costs 2.7 x on CPU and copies on GPU). Q, K and V are one
-matrix, gate and up another. Logical axes name what a dimension is, so that `mesh` can place it without knowing the model.
+Arrays are per layer, never stacked (scanning over stacked weights costs 2.7 x on CPU and copies on GPU). Q, K and V
+are one matrix, gate and up another. Logical axes name what a dimension is, so that `mesh` can place it without
+knowing the model.
 """
 
 from dataclasses import dataclass

@@ -27,6 +27,8 @@ class Checkpoint:
     format: Literal["gguf", "safetensors", "orbax"]
     metadata: Mapping[str, Any]  # GGUF's key-value pairs, or config.json
     tensors: Mapping[str, TensorHeader]
-    read: Callable[[str], np.ndarray]  # by tensor name: float32, bfloat16, ... of the header's shape; quantised types dequantised to float32
+    # by tensor name: float32, bfloat16, ... of the header's shape; quantised types dequantised to float32
+    read: Callable[[str], np.ndarray]
     generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json, empty where there is none
-    tokenizer_files: Mapping[str, Path] = field(default_factory=dict)  # "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+    # "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+    tokenizer_files: Mapping[str, Path] = field(default_factory=dict)

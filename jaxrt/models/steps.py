@@ -1,7 +1,8 @@
 """The programs of a session as pure functions of named values: make, prefill, first, decode, move, grow.
 
-What a step changes (cache, state) goes in and comes out, to be donated; what the host reads (packed columns, logits) is never
-donated. The sampler stands in `first` and `decode` alone: it takes XLA as long to compile as a layer stack does.
+What a step changes (cache, state) goes in and comes out, to be donated; what the host reads (packed columns, logits)
+is never donated. The sampler stands in `first` and `decode` alone: it takes XLA as long to compile as a layer stack
+does.
 """
 
 import math
@@ -59,7 +60,8 @@ def grow(capacity: int) -> Fn:
 def prefill(config: ModelConfig) -> Fn:
     """A chunk of one row's prompt.
 
-    values: weights, kv and state of one row, tokens int32 [1, T], following int32 [T] (the token after each, for scores).
+    values: weights, kv and state of one row, tokens int32 [1, T], following int32 [T] (the token after each, for
+    scores).
     env: count of real tokens in the chunk; whether to score it (1), with the likeliest alternatives (2).
     Targets: kv_next, state_next, logits float32 [1, V] of the last real token, scores [T, C] (zeros unless asked for).
     """
@@ -93,9 +95,10 @@ def first(values: Mapping[str, Any], env: Mapping[str, Array]) -> Targets:
 def decode(config: ModelConfig, positions: int, *, counted: bool) -> Fn:
     """Up to `positions` further tokens of every row that is not done.
 
-    values: weights, kv, state, knobs, forced int32 [B] (a token to feed first instead of the sampled one; FREE; or HALT).
-    env, when `counted`: count of positions to run; the loop then also ends once every row is done.
-    Targets: kv_next, state_next, logits float32 [B, V] of the last position, packed [B, positions, C], -1 where nothing ran.
+    values: weights, kv, state, knobs, forced int32 [B] (a token to feed first instead of the sampled one; FREE; or
+    HALT). env, when `counted`: count of positions to run; the loop then also ends once every row is done.
+    Targets: kv_next, state_next, logits float32 [B, V] of the last position, packed [B, positions, C], -1 where
+    nothing ran.
     """
 
     def program(values: Mapping[str, Any], env: Mapping[str, Array]) -> Targets:

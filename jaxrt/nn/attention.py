@@ -1,4 +1,5 @@
-"""Attention of new queries over a cache, with grouped heads. Pure functions; masks are by position, never by padding."""
+"""Attention of new queries over a cache, with grouped heads. Pure functions; masks are by position, never by
+padding."""
 
 import jax
 import jax.numpy as jnp

@@ -28,8 +28,8 @@ def inverse_frequencies(spec: RopeSpec, head_width: int) -> np.ndarray:
     """Angle per position of each rotary pair, float64 [H/2]: theta^(-2i/H), rescaled as `spec` says.
 
     Source: Su et al. 2021; the "llama3" rescaling is section 3.4 of the Llama 3 report (wavelengths beyond
-    original_context / low_freq_factor are stretched by `factor`, those below original_context / high_freq_factor are kept, those
-    between are blended linearly in original_context / wavelength).
+    original_context / low_freq_factor are stretched by `factor`, those below original_context / high_freq_factor are
+    kept, those between are blended linearly in original_context / wavelength).
     """
     frequencies = spec.theta ** (-np.arange(0, head_width, 2, dtype=np.float64) / head_width)
     if spec.scaling == "none":

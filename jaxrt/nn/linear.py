@@ -6,8 +6,8 @@ from jax import Array
 
 from jaxrt.weights import Matrix
 
-# From this many rows on, transposing the weights first beats multiplying by them as stored (CPU, jax 0.10.2: 128 rows times
-# 1536 x 576 run at 30 GFLOP/s stored [N, K] and at 53 once transposed; the copy costs under a tenth of that).
+# From this many rows on, transposing the weights first beats multiplying by them as stored (CPU, jax 0.10.2: 128 rows
+# times 1536 x 576 run at 30 GFLOP/s stored [N, K] and at 53 once transposed; the copy costs under a tenth of that).
 TRANSPOSE_ROWS = 32
 
 

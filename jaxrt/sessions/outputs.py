@@ -13,15 +13,16 @@ from jaxrt.errors import ExecutionError
 
 @dataclass(frozen=True)
 class PrefillInput:
-    """Tokens to append to the cache. For a session of several rows: one list a row, an empty one leaving its row alone."""
+    """Tokens to append to the cache. For a session of several rows: one list a row, an empty one leaving its row
+    alone."""
 
     tokens: Sequence[int] | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class DecodeInput:
-    """Positions to decode: those of given `tokens` (for several rows, one list a row and all of one length), or `positions`
-    tokens sampled greedily from where the session stands."""
+    """Positions to decode: those of given `tokens` (for several rows, one list a row and all of one length), or
+    `positions` tokens sampled greedily from where the session stands."""
 
     tokens: Sequence[int] | Sequence[Sequence[int]] | None = None
     positions: int = 1

@@ -1,4 +1,5 @@
-"""`XlaSession`: one context over one model's weights, with a cache of one or more rows. Submits; blocks only where it must read."""
+"""`XlaSession`: one context over one model's weights, with a cache of one or more rows. Submits; blocks only where it
+must read."""
 
 import threading
 from collections import deque
@@ -178,7 +179,8 @@ class XlaSession:
     def decode(self, input: DecodeInput) -> Submission[XlaOutput]:
         """One or more positions of every row: of the given tokens, or greedy from where the session stands.
 
-        Raises: RequestError for bad ids, lists of unequal length, or nothing to go on from; CapacityError past the context.
+        Raises: RequestError for bad ids, lists of unequal length, or nothing to go on from; CapacityError past the
+        context.
         """
         with self.lock:
             self._usable()
@@ -200,9 +202,7 @@ class XlaSession:
 
     # --- what generation drives -----------------------------------------------------------------------------------
 
-    def admit(
-        self, rows: Sequence[int], tokens: Sequence[int], knobs: Sequence[Knobs], *, score: int = 0
-    ) -> XlaOutput:
+    def admit(self, rows: Sequence[int], tokens: Sequence[int], knobs: Sequence[Knobs], *, score: int = 0) -> XlaOutput:
         """Append `tokens` to the given rows, prefilled once, and sample each row's next token by its own one-row knobs.
 
         score: 1 also measures how likely each token's successor is, 2 names the likeliest ones too; the last has none.
@@ -258,7 +258,8 @@ class XlaSession:
         return output
 
     def collect(self) -> np.ndarray | None:
-        """The oldest submission's packed columns, int32 [rows, n, C], noted in the mirror; None when all are read. Blocks."""
+        """The oldest submission's packed columns, int32 [rows, n, C], noted in the mirror; None when all are read.
+        Blocks."""
         if not self._unread:
             return None
         unread = self._unread.popleft()
@@ -279,7 +280,8 @@ class XlaSession:
             self.collect()
 
     def anticipate(self, prompts: Sequence[int], reach: int, end: int) -> None:
-        """Start compiling in the background what prompts of these lengths need: first for `reach` tokens, then up to `end`."""
+        """Start compiling in the background what prompts of these lengths need: first for `reach` tokens, then up to
+        `end`."""
         policy = self.model.widen(self.rows, min(end, self.model.config.context))
         first, last = policy.capacity_for(reach), policy.capacity_for(min(end, self.model.config.context))
         lengths = sorted({length for prompt in prompts for length in policy.chunks(prompt)})
@@ -366,7 +368,8 @@ class XlaSession:
             self._write_state("state", self._mirror)
 
     def _usable(self) -> None:
-        """Raises: RequestError when closed. After an interrupted submission the device is told what the mirror holds."""
+        """Raises: RequestError when closed. After an interrupted submission the device is told what the mirror
+        holds."""
         if self._closed:
             raise RequestError("this session is closed", fix="take another with rt.new_session()")
         if self._torn:

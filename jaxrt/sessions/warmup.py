@@ -1,4 +1,5 @@
-"""Warming up: the executables of a policy compiled in parallel, then run once each, since the first run of one is slow."""
+"""Warming up: the executables of a policy compiled in parallel, then run once each, since the first run of one is
+slow."""
 
 from collections.abc import Callable
 
@@ -13,7 +14,8 @@ Progress = Callable[[int, int, str], None]
 
 
 def warm_up(model: XlaModel, rows: int, capacity: int | None, progress: Progress | None) -> int:
-    """Make every executable for up to `rows` rows of `capacity` tokens; their number. Raises: RequestError, CapacityError."""
+    """Make every executable for up to `rows` rows of `capacity` tokens; their number. Raises: RequestError,
+    CapacityError."""
     for name, value in (("rows", rows), ("capacity", capacity)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise RequestError(f"warmup({name}={value!r})", expected="a whole number, one or more")

@@ -129,15 +129,16 @@ class InferenceContext(MutableMapping[str, PyTree]):
             leaves += given[slot.name] if slot.name in given else self._entry(names.get(slot.name, slot.name)).leaves
         leaves.append(plan.env(env))
         try:
-            outputs = plan.executable(*leaves)
-            return self._take_back(plan, outputs, names)
+            return self._take_back(plan, plan.executable(*leaves), names)
         except (TypeError, ValueError) as error:
             self._mark_lost(plan, names)
             raise TopologyChanged(
                 f"{plan.name} was planned for other arguments: {error}", fix="plan again for these values"
             ) from error
-        except BaseException:
-            self._mark_lost(plan, names)
+        except BaseException as error:
+            lost = self._mark_lost(plan, names)
+            if lost and isinstance(error, RuntimeError):
+                raise _poisoned(lost) from error
             raise
 
     def _take_back(self, plan: Plan, outputs: tuple[Array, ...], names: Mapping[str, str]) -> dict[str, tuple]:
@@ -152,20 +153,28 @@ class InferenceContext(MutableMapping[str, PyTree]):
                 rest[slot.name] = leaves
         return rest
 
-    def _mark_lost(self, plan: Plan, names: Mapping[str, str]) -> None:
+    def _mark_lost(self, plan: Plan, names: Mapping[str, str]) -> str | None:
+        """Forget the entries whose donated buffers are gone; the name of one."""
+        lost = None
         for updated in plan.updates.values():
             name = names.get(updated, updated)
             entry = self._entries.get(name)
             if entry is not None and any(leaf.is_deleted() for leaf in entry.leaves):
                 del self._entries[name]
                 self._lost.add(name)
+                lost = name
+        return lost
 
     def _entry(self, name: str) -> _Entry:
         if name in self._entries:
             return self._entries[name]
         if name in self._lost:
-            raise SessionPoisoned(
-                f"the buffers of {name!r} were lost in an interrupted call",
-                fix="call session.reset(), or take a new session with rt.new_session()",
-            )
+            raise _poisoned(name)
         raise ContextError(f"no value {name!r} in this context", fix=nearest(name, self._entries))
+
+
+def _poisoned(name: str) -> SessionPoisoned:
+    return SessionPoisoned(
+        f"the buffers of {name!r} were lost in a failed or interrupted call",
+        fix="call session.reset(), or take a new session with rt.new_session()",
+    )

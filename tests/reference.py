@@ -1,4 +1,5 @@
-"""A decoder in float64 numpy, written from the papers and not from ours: what the model's own passes are held against."""
+"""A decoder in float64 numpy, written from the papers and not from ours: what the model's own passes are held
+against."""
 
 import numpy as np
 

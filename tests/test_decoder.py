@@ -12,8 +12,8 @@ from jaxrt.nn.layers import inverse_frequencies
 from tests import reference
 from tests.tiny import CONFIG, random_weights
 
-# float32 against float64 through two layers of width 32: rounding of about sqrt(width * layers) * 2^-24, relative to the
-# largest logit; 1e-5 leaves an order of magnitude.
+# float32 against float64 through two layers of width 32: rounding of about sqrt(width * layers) * 2^-24, relative to
+# the largest logit; 1e-5 leaves an order of magnitude.
 CLOSE = 1e-5
 
 TOKENS = list(np.random.default_rng(1).integers(0, CONFIG.vocab, 23))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrt.cache import KVCache, write
+from jaxrt.cache import KEY_SLOTS, VALUE_SLOTS, KVCache, write
 from jaxrt.config import ModelConfig, RopeSpec
 from jaxrt.nn.attention import attend
 from jaxrt.nn.layers import gated_mlp, rms_norm, rope_angles, rotate
@@ -19,7 +19,7 @@ def forward(
 ) -> tuple[Array, KVCache]:
     """Run T new tokens of each row through the model; row b's begin at position starts[b].
 
-    Shapes: tokens int32 [B, T]; starts int32 [B]; cache of [B, K, S, H]; result [B, T, D], normalised for the head.
+    Shapes: tokens int32 [B, T]; starts int32 [B]; result [B, T, D], normalised for the head.
     Donates: nothing itself; jitted callers donate the cache.
     """
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -52,14 +52,15 @@ def _layer(
     positions: Array,
     starts: Array,
 ) -> tuple[Array, Array, Array]:
-    """Pre-norm attention and MLP, each added to the stream. Shapes: x [B, T, D]; keys, values [B, K, S, H]."""
+    """Pre-norm attention and MLP, each added to the stream. Shapes: x [B, T, D]; keys [B, K, H, S]; values [B, K, S,
+    H]."""
     rows, new, _ = x.shape
     with jax.named_scope("attention"):
         fused = matmul(rms_norm(x, weights.attention_norm, config.norm_eps), weights.qkv)
         heads = fused.reshape(rows, new, config.heads + 2 * config.kv_heads, config.head_width)
         q, k, v = jnp.split(heads, (config.heads, config.heads + config.kv_heads), axis=2)
-        keys = write(keys, rotate(k, angles), starts)
-        values = write(values, v, starts)
+        keys = write(keys, rotate(k, angles), starts, KEY_SLOTS)
+        values = write(values, v, starts, VALUE_SLOTS)
         mixed = attend(rotate(q, angles), keys, values, positions)
         x = x + matmul(mixed.reshape(rows, new, -1), weights.output)
     with jax.named_scope("mlp"):

@@ -1,0 +1,269 @@
+"""The text loop on a tiny model with a byte tokenizer: prompts, batches, streams, stops, seeds, scores, and what is
+refused."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrt
+from jaxrt import FinishReason, RequestError, SamplingParams
+from jaxrt.artifacts.tokenizer import Tokenizer
+from jaxrt.backend import ModelSource, XlaBackend
+from jaxrt.runtime import ModelRuntime
+from tests import reference
+from tests.files import byte_tokenizer_json
+from tests.tiny import CONFIG, random_weights
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def rt(tmp_path_factory: pytest.TempPathFactory) -> ModelRuntime:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    path.write_text(byte_tokenizer_json(), encoding="utf-8")
+    tokenizer = Tokenizer.from_files({"tokenizer.json": path})
+    source = ModelSource(CONFIG, jax.tree.map(jnp.asarray, random_weights()), tokenizer=tokenizer)
+    return ModelRuntime.prepare(XlaBackend(), source)
+
+
+def greedy_reference(tokens: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Greedy continuation by float64 numpy, with the margin between the best two logits at each step."""
+    tree, tokens, margins = random_weights(), list(tokens), []
+    for _ in range(count):
+        scores = reference.logits(CONFIG, tree, tokens)[-1]
+        best = np.sort(scores)
+        margins.append(best[-1] - best[-2])
+        tokens.append(int(scores.argmax()))
+    return tokens[-count:], margins
+
+
+def test_one_prompt_is_continued_greedily(rt: ModelRuntime):
+    answer = rt.generate("hello", GREEDY)
+    expected, margins = greedy_reference(list(b"hello"), 24)
+    assert min(margins) > 0.01
+    assert list(answer.tokens) == expected
+    assert answer.prompt_tokens == tuple(b"hello")
+    assert answer.finish_reason == FinishReason.LENGTH
+    assert answer.text == bytes(t for t in expected if t < 256).decode("utf-8", errors="replace")
+    assert answer.stats.prompt_tokens == 5 and answer.stats.new_tokens == 24
+
+
+def test_the_session_holds_the_answer_and_goes_on_from_it(rt: ModelRuntime):
+    whole = rt.generate("hello", GREEDY)
+    first = rt.generate("hello", SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True))
+    assert rt.session.tokens[0] == (*b"hello", *first.tokens)
+    assert list(rt.session.lengths) == [14]
+    rest = rt.generate(None, SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True), session=rt.session)
+    assert (*first.tokens, *rest.tokens) == whole.tokens
+
+
+def test_a_continued_session_takes_a_further_prompt(rt: ModelRuntime):
+    session = rt.new_session()
+    first = rt.generate("ab", SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), session=session)
+    then = rt.generate("cd", SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True), session=session)
+    fresh = rt.generate([*b"ab", *first.tokens, *b"cd"], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+    assert then.tokens == fresh.tokens
+    session.rewind(2)
+    again = rt.generate(None, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), session=session)
+    assert again.tokens == first.tokens
+
+
+def test_a_list_is_answered_in_order_and_like_its_members(rt: ModelRuntime):
+    prompts = [f"prompt number {i} " * (i % 4 + 1) for i in range(11)]  # more than one batch holds
+    together = rt.generate(prompts, GREEDY)
+    assert [answer.prompt_tokens for answer in together] == [tuple(p.encode()) for p in prompts]
+    for prompt, answer in zip(prompts, together, strict=True):
+        assert answer.tokens == rt.generate(prompt, GREEDY).tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_streamed_text_is_the_generated_text(rt: ModelRuntime, temperature: float):
+    params = SamplingParams(temperature=temperature, max_tokens=60, seed=5, ignore_eos=True)
+    events = list(rt.stream("stream", params))
+    answer = rt.generate("stream", params)
+    assert "".join(event.text for event in events) == answer.text
+    assert tuple(t for event in events for t in event.tokens) == answer.tokens
+    assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1].generation.text == answer.text and events[-1].finish_reason == answer.finish_reason
+    for event in events:
+        event.text.encode("utf-8")
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_streamed(rt: ModelRuntime):
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=20, ignore_eos=True)
+    alone = rt.generate("seeded", params)
+    batch = rt.generate(["a", "bb", "ccc", "seeded"], params)
+    streamed = [t for event in rt.stream("seeded", params) for t in event.tokens]
+    assert batch[3].tokens == alone.tokens == tuple(streamed)
+    assert alone.seed == 11
+    assert rt.generate("seeded", SamplingParams(seed=12, max_tokens=20, ignore_eos=True)).tokens != alone.tokens
+
+
+def test_without_a_seed_one_is_drawn_and_reported(rt: ModelRuntime):
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    drawn = rt.generate("x", params)
+    again = rt.generate("x", SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=drawn.seed))
+    assert drawn.tokens == again.tokens
+    assert rt.generate("x", params).seed != drawn.seed
+
+
+def test_samples_of_one_prompt_differ_and_the_first_is_the_one_alone(rt: ModelRuntime):
+    params = SamplingParams(n=10, seed=3, max_tokens=8, ignore_eos=True)
+    answer = rt.generate("n", params)
+    assert len(answer.samples) == 10 and len({sample.tokens for sample in answer.samples}) == 10
+    assert answer.tokens == answer.samples[0].tokens
+    assert answer.tokens == rt.generate("n", SamplingParams(seed=3, max_tokens=8, ignore_eos=True)).tokens
+
+
+def test_a_stop_string_that_spans_tokens_ends_the_text_before_it(rt: ModelRuntime):
+    whole = rt.generate("stop", SamplingParams(temperature=1.0, seed=2, max_tokens=60, ignore_eos=True))
+    stop = whole.text[20:24]
+    assert len(stop.encode()) >= 4
+    place = whole.text.find(stop)
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=60, ignore_eos=True, stop=[stop])
+    answer = rt.generate("stop", params)
+    assert answer.text == whole.text[:place]
+    assert answer.finish_reason == FinishReason.STOP and answer.stop_reason == stop
+    assert answer.tokens == whole.tokens[: len(answer.tokens)]
+    assert rt.session.tokens[0] == (*b"stop", *answer.tokens)
+    shown = rt.generate("stop", SamplingParams(**{**params.__dict__, "include_stop_str_in_output": True}))
+    assert shown.text == whole.text[: place + len(stop)]
+    assert "".join(event.text for event in rt.stream("stop", params)) == answer.text
+
+
+def test_stop_tokens_and_end_of_sequence(rt: ModelRuntime):
+    whole = rt.generate("eos", GREEDY)
+    token = whole.tokens[6]
+    first = whole.tokens.index(token)
+    stopped = rt.generate("eos", SamplingParams(temperature=0.0, stop_token_ids=[token], max_tokens=24,
+    ignore_eos=True)) assert stopped.tokens
+    == whole.tokens[: first + 1] assert (stopped.finish_reason,
+    stopped.stop_reason) == (FinishReason.STOP, token) later = rt.generate("eos", SamplingParams(temperature=0.0,
+    stop_token_ids=[token], min_tokens=24, max_tokens=24, ignore_eos=True)) assert len(later.tokens) == 24
+    and token not in later.tokens forced =
+    rt.generate("eos", SamplingParams(temperature=0.0, allowed_token_ids=[257], max_tokens=5)) assert forced.tokens == (257,) and
+    forced.text == "" and forced.finish_reason == FinishReason.STOP ignored = rt.generate("eos", SamplingParams(temperature=0.0,
+    allowed_token_ids=[257], max_tokens=5, ignore_eos=True)) assert
+    ignored.tokens == (257,) *
+    5
+
+
+def test_logprobs_are_the_models_own(rt: ModelRuntime):
+    answer = rt.generate("logprobs", SamplingParams(temperature=0.7, seed=1, max_tokens=6, logprobs=4,
+    prompt_logprobs=2, ignore_eos=True)) scores
+    = reference.logits(CONFIG, random_weights(), [*b"logprobs", *answer.tokens]) shifted =
+    scores - scores.max(-1, keepdims=True) expected = shifted
+    - np.log(np.exp(shifted).sum(-1, keepdims=True)) for i, (token, entry) in enumerate(zip(answer.tokens,
+    answer.logprobs, strict=True)):
+        row = expected[7 + i]
+        assert entry.token == token and abs(entry.logprob - row[token]) < 1e-4
+        assert entry.rank == 1 + (row > row[token]).sum()
+        assert list(entry.top) == list(np.argsort(-row)[:4])
+    assert answer.prompt_logprobs[0] is None
+    for i, entry in enumerate(answer.prompt_logprobs[1:]):
+        assert entry.token == b"logprobs"[i + 1] and abs(entry.logprob - expected[i, entry.token]) < 1e-4
+        assert list(entry.top) == list(np.argsort(-expected[i])[:2])
+
+
+def test_score_is_teacher_forced(rt: ModelRuntime):
+    text = "a text to score, longer than one chunk of the prefill " * 3
+    scored = rt.score([text, [5, 6, 7]])
+    scores = reference.logits(CONFIG, random_weights(), list(text.encode()))
+    shifted = scores - scores.max(-1, keepdims=True)
+    expected = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    tokens = np.array(list(text.encode()))
+    assert scored[0].logprobs[0] is None and scored[0].tokens == tuple(tokens)
+    np.testing.assert_allclose(scored[0].logprobs[1:], expected[np.arange(len(tokens) - 1), tokens[1:]], atol=1e-4)
+    assert scored[0].greedy[1:] == tuple(expected[:-1].argmax(-1) == tokens[1:])
+    assert len(scored[1].logprobs) == 3
+
+
+def test_bad_words_never_appear(rt: ModelRuntime):
+    whole = rt.generate("words", GREEDY)
+    pair = whole.text[4:6]
+    answer = rt.generate("words", SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, bad_words=[pair]))
+    assert pair not in answer.text and answer.tokens[:5] == whole.tokens[:5]
+
+
+def test_a_full_context_ends_the_answer(rt: ModelRuntime):
+    answer = rt.generate([1] * (CONFIG.context - 5), SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+    assert len(answer.tokens) == 5 and answer.finish_reason == FinishReason.LENGTH
+
+
+BAD_PROMPTS = ["", [], [[]], [-1], [CONFIG.vocab], [1.5], [True], 7, {"a": 1}, b"bytes", ["ok", ""], [[1], "x", 3],
+"\ud800"]
+
+
+@pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=repr)
+def test_bad_prompts_are_refused_and_the_next_call_works(rt: ModelRuntime, prompt: object):
+    with pytest.raises(RequestError):
+        rt.generate(prompt, GREEDY)
+    assert len(rt.generate("next", GREEDY).tokens) == 24
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logit_bias={CONFIG.vocab: 1.0}),
+        SamplingParams(allowed_token_ids=[CONFIG.vocab]),
+        SamplingParams(stop_token_ids=[CONFIG.vocab + 5]),
+        {"temperature": 1.0},
+    ],
+    ids=["bias", "allowed", "stop", "a dict"],
+)
+def test_parameters_are_checked_against_the_model(rt: ModelRuntime, params: object):
+    with pytest.raises(RequestError):
+        rt.generate("x", params)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(rt: ModelRuntime):
+    with pytest.raises(jaxrt.CapacityError, match="2,048"):
+        rt.generate([1] * 2_048, GREEDY)
+    with pytest.raises(jaxrt.CapacityError):
+        rt.score([[1] * 2_049])
+
+
+def test_no_token_left_is_an_error_and_not_token_zero(rt: ModelRuntime):
+    words = [chr(i) for i in range(97, 100)]
+    params = SamplingParams(temperature=0.0, allowed_token_ids=list(b"abc"), bad_words=words, max_tokens=3)
+    with pytest.raises(jaxrt.ExecutionError, match="forbidden"):
+        rt.generate("x", params)
+    assert len(rt.generate("next", GREEDY).tokens) == 24
+
+
+def test_ctrl_c_stops_and_leaves_the_session_usable(rt: ModelRuntime):
+    session = rt.new_session()
+    events = rt.stream("interrupted", GREEDY, session=session)
+    seen = [next(events) for _ in range(5)]
+    with pytest.raises(KeyboardInterrupt):
+        events.throw(KeyboardInterrupt)
+    assert session.tokens[0] == (*b"interrupted", *(t for event in seen for t in event.tokens))
+    rest = rt.generate(None, SamplingParams(temperature=0.0, max_tokens=19, ignore_eos=True), session=session)
+    whole = rt.generate("interrupted", GREEDY)
+    assert (*(t for event in seen for t in event.tokens), *rest.tokens) == whole.tokens
+
+
+def test_an_abandoned_stream_gives_way_to_the_next_request(rt: ModelRuntime):
+    abandoned = rt.stream("first", GREEDY)
+    next(abandoned)
+    answer = rt.generate("second", GREEDY)
+    assert answer.tokens == rt.generate("second", GREEDY).tokens
+    rt.generate("third", GREEDY)
+    with pytest.raises(RequestError, match="took over"):
+        list(abandoned)
+    assert rt.session.tokens[0][:5] == tuple(b"third")
+
+
+def test_closing_frees_the_device(tmp_path: Path):
+    before = len(jax.live_arrays())
+    source = ModelSource(CONFIG, jax.tree.map(jnp.asarray, random_weights()))
+    with ModelRuntime.prepare(XlaBackend(), source) as runtime:
+        runtime.generate([1, 2, 3], GREEDY)
+        runtime.generate([[1, 2, 3], [4]], GREEDY)
+        del source
+    assert len(jax.live_arrays()) <= before
+    with pytest.raises(RequestError, match="closed"):
+        runtime.generate([1, 2, 3], GREEDY)

@@ -8,13 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 
+import jax
+
 from jaxrt import knobs as knob_arrays
 from jaxrt.errors import ExecutionError, RequestError, SessionPoisoned
 from jaxrt.models.steps import FREE, HALT
 from jaxrt.program import CompileCount, compiles
 from jaxrt.prompts import Request
 from jaxrt.requests import FinishReason, Generation, GenerationStats, TokenEvent, TokenLogprobs
-from jaxrt.sampling import Columns, unpack
+from jaxrt.sampling import Columns, Knobs, unpack
 from jaxrt.sessions.session import XlaSession
 from jaxrt.text import TextStream
 
@@ -111,7 +113,7 @@ class _Loop:
         self.session, self.append, self.streaming = session, append, streaming
         self.samples = [_sample(session, *one) for one in wanted]
         self.in_flight: deque[tuple[int, tuple[int, ...]]] = deque()  # positions and rows of what is not read yet
-        self.knobs = None  # of all rows
+        self.knobs: Knobs | None = None  # of all rows
         self.token_s = EVENT_S  # what a position takes, as last seen
         self.clock = _Clock()
 
@@ -166,21 +168,21 @@ class _Loop:
         tokens = list(sample.request.tokens)
         if not self.append:
             return tokens
-        held = self.session.tokens[row]
+        held, cached = self.session.tokens[row][: sample.request.keep], int(self.session.lengths[row])
         if not held and not tokens:
             raise RequestError(
                 "an empty session and no prompt", expected="something to go on from", fix="give a prompt"
             )
-        uncached = len(held) - int(self.session.lengths[row])
-        if not tokens and not uncached:
-            uncached = 1  # its logits are gone: run the last token again
-        self.session.keep_row(row, len(held) - uncached)
-        return [*held[len(held) - uncached :], *tokens]
+        start = min(cached, len(held))
+        if not tokens and start == len(held):
+            start -= 1  # the logits after its last token are gone: run that token again
+        self.session.keep_row(row, start)
+        return [*held[start:], *tokens]
 
-    def _make_knobs(self, rows: Sequence[int], prompts: list[list[int]], width: int):  # noqa: ANN202
+    def _make_knobs(self, rows: Sequence[int], prompts: list[list[int]], width: int) -> Knobs:
         samples = [self.samples[row] for row in rows]
         model = self.session.model
-        return knob_arrays.make_knobs(
+        knobs = knob_arrays.make_knobs(
             [sample.request.params for sample in samples],
             vocab=model.config.vocab,
             prompts=[prompts[row] for row in rows],
@@ -191,6 +193,7 @@ class _Loop:
             limits=[sample.limit for sample in samples],
             rows=width,
         )
+        return jax.device_put(knobs, model.device)  # once a request, not at every call
 
     def _advance(self) -> list[TokenEvent]:
         """Keep the device busy, then read the oldest submission: its tokens as events."""

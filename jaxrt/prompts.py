@@ -24,6 +24,7 @@ class Request:
     tokens: tuple[int, ...]  # to append to the session
     params: SamplingParams
     row: int = 0  # its place in the list of prompts
+    keep: int = 0  # tokens of a given session to keep before it
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
@@ -63,14 +64,18 @@ def requests_of(
     requests = []
     for row, tokens in enumerate(prompts):
         _check_prompt(model, tokens)
-        held = 0 if session is None else len(session.tokens[row])
-        if held + len(tokens) >= model.config.context:
+        held = () if session is None else session.tokens[row]
+        keep = len(held)
+        if messages is not None:  # the whole conversation: of what the session holds, the part they have in common
+            keep = min(_common(held, tokens), len(tokens) - 1)
+            tokens = tokens[keep:]
+        if keep + len(tokens) >= model.config.context:
             raise CapacityError(
-                f"a prompt of {held + len(tokens):,} tokens",
+                f"a prompt of {keep + len(tokens):,} tokens",
                 expected=f"fewer than the model's context of {model.config.context:,}",
                 fix="shorten the prompt",
             )
-        requests.append(Request(tuple(int(token) for token in tokens), params, row, bad_words))
+        requests.append(Request(tuple(int(token) for token in tokens), params, row, keep, bad_words))
     return requests, single
 
 
@@ -99,8 +104,14 @@ def _prompts(
 def _encode(model: XlaModel, text: str, session: XlaSession | None) -> list[int]:
     if not text:
         raise RequestError("an empty prompt", expected="at least one character")
-    begins = session is None or not session.capacity  # only the beginning of a sequence gets a BOS
+    begins = session is None or not any(session.tokens)  # only the beginning of a sequence gets a BOS
     return tokenizer_of(model).encode(text, add_special_tokens=begins)
+
+
+def _common(held: Sequence[int], tokens: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = zip(held, tokens, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(held), len(tokens)))
 
 
 def _check_prompt(model: XlaModel, tokens: Sequence[Any]) -> None:

@@ -197,9 +197,18 @@ def compare(options: argparse.Namespace) -> dict:
 
 def starts(options: argparse.Namespace, model: Path) -> dict[str, float]:
     """Whole processes up to the first token, in turn: the second start of jaxrt, and transformers."""
-    ours = [sys.executable, "-m", "jaxrt", "run", "The capital of France is", "--max-tokens", "1", "--model",
-    str(model)] theirs = [options.transformers_python
-    or "", "-c", TRANSFORMERS_FIRST, str(model)]
+    ours = [
+        sys.executable,
+        "-m",
+        "jaxrt",
+        "run",
+        "The capital of France is",
+        "--max-tokens",
+        "1",
+        "--model",
+        str(model),
+    ]
+    theirs = [options.transformers_python or "", "-c", TRANSFORMERS_FIRST, str(model)]
     first_token(ours)
     seconds: dict[str, list[float]] = {}
     for _ in range(3):
@@ -235,23 +244,13 @@ def main() -> None:
     parser.add_argument("-p", type=int, default=128)
     parser.add_argument("-n", type=int, default=32)
     parser.add_argument("-r", type=int, default=5)
-    parser.add_argument("--bytes", type=int, default=538_060_032, help="of
-    weights read per token (SmolLM2-135M float32)") parser.add_argument("--start", action="store_true", help="also time
-    whole processes to their
-    first token") parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", choices=["jaxrt", "transformers"],
-    help=argparse.SUPPRESS) options = parser.parse_args()
-   
-    if
-   
-   
-   
-    options.worker:
-       
-       
+    parser.add_argument("--bytes", type=int, default=538_060_032, help="of weights read per token")
+    parser.add_argument("--start", action="store_true", help="also time whole processes to their first token")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", choices=["jaxrt", "transformers"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
         work(options.worker, options.model)
-       
-       
         return
     found = compare(options)
     print(json.dumps(found) if options.json else table(found))

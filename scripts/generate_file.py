@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A text file in, JSON lines out: one prompt a line, answered in batches. The shortest example of use on a GPU host.
 
-    scripts/generate_file.py prompts.txt answers.jsonl --model smollm2-135m --max-tokens 64 --device gpu
+scripts/generate_file.py prompts.txt answers.jsonl --model smollm2-135m --max-tokens 64 --device gpu
 """
 
 import argparse
@@ -24,30 +24,13 @@ def main() -> None:
 
     prompts = [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     params = jaxrt.SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
-    with jaxrt.load(options.model, device=options.device) as runtime, options.answers.open("w",
-   
-   
-   
-    encoding="utf-8")
-   
-   
-   
-   
-    as
-   
-   
-   
-   
-   
-    out:
-        for
-        start in range(0,
-        len(prompts),
-       
-        options.rows):
-            batch = prompts[start : start
-            + options.rows] for prompt, answer in zip(batch, runtime.generate(batch, params),
-            strict=True):
+    with (
+        jaxrt.load(options.model, device=options.device) as runtime,
+        options.answers.open("w", encoding="utf-8") as out,
+    ):
+        for start in range(0, len(prompts), options.rows):
+            batch = prompts[start : start + options.rows]
+            for prompt, answer in zip(batch, runtime.generate(batch, params), strict=True):
                 line = {"prompt": prompt, "text": answer.text, "finish_reason": answer.finish_reason}
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")
             out.flush()

@@ -1,6 +1,7 @@
 """The text loop on a tiny model with a byte tokenizer: prompts, batches, streams, stops, seeds, scores, and what is
 refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -138,26 +139,25 @@ def test_stop_tokens_and_end_of_sequence(rt: ModelRuntime):
     whole = rt.generate("eos", GREEDY)
     token = whole.tokens[6]
     first = whole.tokens.index(token)
-    stopped = rt.generate("eos", SamplingParams(temperature=0.0, stop_token_ids=[token], max_tokens=24,
-    ignore_eos=True)) assert stopped.tokens
-    == whole.tokens[: first + 1] assert (stopped.finish_reason,
-    stopped.stop_reason) == (FinishReason.STOP, token) later = rt.generate("eos", SamplingParams(temperature=0.0,
-    stop_token_ids=[token], min_tokens=24, max_tokens=24, ignore_eos=True)) assert len(later.tokens) == 24
-    and token not in later.tokens forced =
-    rt.generate("eos", SamplingParams(temperature=0.0, allowed_token_ids=[257], max_tokens=5)) assert forced.tokens == (257,) and
-    forced.text == "" and forced.finish_reason == FinishReason.STOP ignored = rt.generate("eos", SamplingParams(temperature=0.0,
-    allowed_token_ids=[257], max_tokens=5, ignore_eos=True)) assert
-    ignored.tokens == (257,) *
-    5
+    params = replace(GREEDY, stop_token_ids=[token])
+    stopped = rt.generate("eos", params)
+    assert stopped.tokens == whole.tokens[: first + 1]
+    assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, token)
+    later = rt.generate("eos", replace(params, min_tokens=24))
+    assert len(later.tokens) == 24 and token not in later.tokens
+    only_end = SamplingParams(temperature=0.0, allowed_token_ids=[257], max_tokens=5)
+    forced = rt.generate("eos", only_end)
+    assert forced.tokens == (257,) and forced.text == "" and forced.finish_reason == FinishReason.STOP
+    assert rt.generate("eos", replace(only_end, ignore_eos=True)).tokens == (257,) * 5
 
 
 def test_logprobs_are_the_models_own(rt: ModelRuntime):
-    answer = rt.generate("logprobs", SamplingParams(temperature=0.7, seed=1, max_tokens=6, logprobs=4,
-    prompt_logprobs=2, ignore_eos=True)) scores
-    = reference.logits(CONFIG, random_weights(), [*b"logprobs", *answer.tokens]) shifted =
-    scores - scores.max(-1, keepdims=True) expected = shifted
-    - np.log(np.exp(shifted).sum(-1, keepdims=True)) for i, (token, entry) in enumerate(zip(answer.tokens,
-    answer.logprobs, strict=True)):
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=6, logprobs=4, prompt_logprobs=2, ignore_eos=True)
+    answer = rt.generate("logprobs", params)
+    scores = reference.logits(CONFIG, random_weights(), [*b"logprobs", *answer.tokens])
+    shifted = scores - scores.max(-1, keepdims=True)
+    expected = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    for i, (token, entry) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
         row = expected[7 + i]
         assert entry.token == token and abs(entry.logprob - row[token]) < 1e-4
         assert entry.rank == 1 + (row > row[token]).sum()
@@ -193,8 +193,21 @@ def test_a_full_context_ends_the_answer(rt: ModelRuntime):
     assert len(answer.tokens) == 5 and answer.finish_reason == FinishReason.LENGTH
 
 
-BAD_PROMPTS = ["", [], [[]], [-1], [CONFIG.vocab], [1.5], [True], 7, {"a": 1}, b"bytes", ["ok", ""], [[1], "x", 3],
-"\ud800"]
+BAD_PROMPTS = [
+    "",
+    [],
+    [[]],
+    [-1],
+    [CONFIG.vocab],
+    [1.5],
+    [True],
+    7,
+    {"a": 1},
+    b"bytes",
+    ["ok", ""],
+    [[1], "x", 3],
+    "\ud800",
+]
 
 
 @pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=repr)

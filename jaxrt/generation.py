@@ -120,6 +120,7 @@ class _Loop:
     def events(self) -> Iterator[TokenEvent]:
         session = self.session
         with session.lock:
+            session.check_usable()
             session.owner = self
         try:
             with session.lock:
@@ -130,8 +131,8 @@ class _Loop:
                         raise RequestError(
                             "another request took over this session", fix="give each its own: rt.new_session()"
                         )
-                    events = self._advance()
-                yield from events
+                    columns, rows = self._advance()
+                yield from self._events(columns, rows)
         finally:
             with session.lock, suppress(SessionPoisoned):  # which the next use of the session reports
                 if session.owner is self:
@@ -195,8 +196,8 @@ class _Loop:
         )
         return jax.device_put(knobs, model.device)  # once a request, not at every call
 
-    def _advance(self) -> list[TokenEvent]:
-        """Keep the device busy, then read the oldest submission: its tokens as events."""
+    def _advance(self) -> tuple[Columns, tuple[int, ...]]:
+        """Keep the device busy, then read the oldest submission: its columns [b, n] and the rows they are of."""
         session = self.session
         while len(self.in_flight) < 2 and (positions := self._next_positions()):
             halted = [HALT if s.finish is not None else FREE for s in self.samples]
@@ -205,12 +206,14 @@ class _Loop:
         positions, rows = self.in_flight.popleft()
         columns = unpack(session.collect())
         self.token_s = self.clock.lap() / positions
-        events = []
+        return columns, rows
+
+    def _events(self, columns: Columns, rows: tuple[int, ...]) -> Iterator[TokenEvent]:
+        """One event a token. A token counts from when it is handed out: who stops listening leaves the rest behind."""
         for position in range(columns.tokens.shape[1]):
             for place, row in enumerate(rows):
                 if self.samples[row].finish is None and columns.tokens[place, position] >= 0:
-                    events.append(self._event(row, columns, (place, position)))
-        return events
+                    yield self._event(row, columns, (place, position))
 
     def _next_positions(self) -> int:
         ahead = [sum(count for count, rows in self.in_flight if row in rows) for row in range(len(self.samples))]

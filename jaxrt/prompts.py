@@ -15,6 +15,7 @@ from jaxrt.sessions.model import XlaModel
 from jaxrt.sessions.session import XlaSession
 
 Message = Mapping[str, Any]
+PROMPTS = "text, token ids, or a list of those: never an empty one"
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,18 @@ def _prompts(
         return [tokenizer_of(model).apply_chat_template(list(conversation)) for conversation in conversations], single
     if isinstance(prompt, str):
         return [_encode(model, prompt, session)], True
-    if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence | np.ndarray) or len(prompt) == 0:
-        raise RequestError(f"a prompt of {_shown(prompt)}", expected="text, a list of token ids, or a list of those")
-    if not isinstance(prompt[0], str | Sequence | np.ndarray):
+    if not _is_list(prompt):
+        raise RequestError(f"a prompt of {_shown(prompt)}", expected=PROMPTS)
+    if not isinstance(prompt[0], str) and not _is_list(prompt[0]):
         return [list(prompt)], True
+    for one in prompt:
+        if not isinstance(one, str) and not _is_list(one):
+            raise RequestError(f"a prompt of {_shown(one)} in a list of them", expected=PROMPTS)
     return [_encode(model, one, session) if isinstance(one, str) else list(one) for one in prompt], False
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes) and len(value) > 0
 
 
 def _encode(model: XlaModel, text: str, session: XlaSession | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Writers of tiny checkpoints for the tests: GGUF files and Hugging Face directories, byte by byte so that they can be spoilt."""
+"""Writers of tiny checkpoints for the tests: GGUF files and Hugging Face directories, byte by byte, to be spoilt."""
 
 import json
 import struct
@@ -59,8 +59,10 @@ def gguf_start(n_tensors: int, n_pairs: int, version: int = 3, magic: bytes = b"
 
 
 def gguf_value(value: Any) -> tuple[int, bytes]:
-    """The type number and the bytes of a metadata value. Whole numbers are UINT32 (INT32 below zero), other numbers FLOAT32, a
-    numpy scalar or array is of its own type."""
+    """The type number and the bytes of a metadata value.
+
+    Whole numbers are UINT32 (INT32 below zero), other numbers FLOAT32; a numpy scalar or array is of its own type.
+    """
     if isinstance(value, str):
         return GGUFValueType.STRING, gguf_string(value)
     if isinstance(value, list) and value and isinstance(value[0], str):
@@ -259,8 +261,10 @@ def tiny_gguf_metadata(
     rope_theta: float = 10_000.0,
     norm_eps: float = 1e-5,
 ) -> dict[str, Any]:
-    """The GGUF key-value pairs that go with `hf_to_gguf_tensors(tiny_llama_tensors(...))`. Whether the head is tied shows in
-    the tensors alone."""
+    """The GGUF key-value pairs that go with `hf_to_gguf_tensors(tiny_llama_tensors(...))`.
+
+    Whether the head is tied shows in the tensors alone.
+    """
     metadata = {
         "general.architecture": "llama",
         "llama.vocab_size": vocab,
@@ -298,8 +302,10 @@ _GGUF_NAMES = {
 
 
 def hf_to_gguf_tensors(tensors: Mapping[str, np.ndarray], heads: int = 4, kv_heads: int = 2) -> dict[str, np.ndarray]:
-    """The same weights under GGUF's names, query and key rows in GGUF's order for the llama architecture: rotary partners
-    (i and i + H/2) side by side."""
+    """The same weights under GGUF's names.
+
+    Query and key rows are in GGUF's order for the llama architecture: rotary partners (i and i + H/2) side by side.
+    """
     converted = {}
     for name, array in tensors.items():
         stem = name.removesuffix(".weight")
@@ -309,14 +315,14 @@ def hf_to_gguf_tensors(tensors: Mapping[str, np.ndarray], heads: int = 4, kv_hea
             prefix = f"blk.{layer}."
         for projection, count in (("self_attn.q_proj", heads), ("self_attn.k_proj", kv_heads)):
             if stem == projection:
-                halves = array.reshape(count, 2, -1, array.shape[1])
+                halves = array.reshape(count, 2, len(array) // count // 2, -1)
                 array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
         converted[f"{prefix}{_GGUF_NAMES[stem]}.weight"] = array
     return converted
 
 
 def byte_tokenizer_json() -> str:
-    """A tokenizer.json of 258 tokens: byte b is token b, then `<s>` (256) and `</s>` (257). Nothing is added to a text."""
+    """A tokenizer.json of 258 tokens: byte b is token b, then `<s>` (256), `</s>` (257). It adds no token to a text."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}

@@ -1,5 +1,6 @@
 """From a path to a config's weights, tokenizer and sampling defaults, whatever the file format."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -141,7 +142,9 @@ def _check(checkpoint: Checkpoint, rules: Mapping[str, Rule], spare: Mapping[str
             problems.append(f"{name} has shape {list(header.shape)}, not {list(source.shape)}")
         elif header.dtype in NOT_WEIGHTS:
             problems.append(f"{name} is of type {header.dtype}, not of floating point")
-    problems += [f"{printable(name)} is unexpected" for name in checkpoint.tensors if name not in wanted | spare]
+    problems += [
+        f"{printable(name)} is unexpected" for name in checkpoint.tensors if name not in wanted and name not in spare
+    ]
     for name, twin in spare.items():
         if twin is not None and name in checkpoint.tensors and twin in checkpoint.tensors:
             same = checkpoint.tensors[name].shape == checkpoint.tensors[twin].shape
@@ -171,7 +174,8 @@ def _read_leaf(checkpoint: Checkpoint, spec: ArraySpec, rule: Rule, transposed: 
         data = checkpoint.read(source.name)
         if source.interleaved:
             data = _halves_in_turn(data, source.interleaved)
-        _copy(data, target[row : row + len(data)], scan, checkpoint, source)
+        if not _copy(data, target[row : row + len(data)], scan):
+            raise _not_finite(checkpoint, source)
         row += len(data)
     return array
 
@@ -183,30 +187,40 @@ def _halves_in_turn(rows: np.ndarray, head_width: int) -> np.ndarray:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    size = dtype.itemsize * math.prod(shape)
     memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
+    start = -memory.__array_interface__["data"][0] % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _copy(data: np.ndarray, target: np.ndarray, scan: bool, checkpoint: Checkpoint, source: Source) -> None:
-    """Copy and cast block by block. Raises: ArtifactError where a weight is NaN or infinite."""
+def _copy(data: np.ndarray, target: np.ndarray, scan: bool) -> bool:
+    """Copy and cast block by block; whether all is finite, where that is to be looked at."""
     data = data.reshape(target.shape)
     rows, columns = BLOCK
     for top in range(0, data.shape[0], rows):
         for left in range(0, data.shape[1], columns):
-            block = data[top : top + rows, left : left + columns]
+            with np.errstate(over="ignore"):  # what a cast makes infinite is seen below
+                block = data[top : top + rows, left : left + columns].astype(target.dtype, copy=False)
             if scan and not _finite(block):
-                raise ArtifactError(
-                    "NaN or infinite weights", path=checkpoint.path, field=source.name, fix="download the model again"
-                )
-            target[top : top + rows, left : left + columns] = block.astype(target.dtype, copy=False)
+                return False
+            target[top : top + rows, left : left + columns] = block
+    return True
 
 
 def _finite(block: np.ndarray) -> bool:
     if block.dtype == ml_dtypes.bfloat16:  # numpy's own test takes it element by element
         return bool((block.view(np.uint16) & 0x7FFF).max(initial=0) < 0x7F80)
     return bool(np.isfinite(block).all())
+
+
+def _not_finite(checkpoint: Checkpoint, source: Source) -> ArtifactError:
+    return ArtifactError(
+        "NaN or infinite weights",
+        path=checkpoint.path,
+        field=source.name,
+        expected="finite numbers",
+        fix="download or convert the model again",
+    )
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

@@ -1,6 +1,6 @@
 """Converted models: weights laid out as jaxrt holds them, saved with Orbax beside a manifest that proves them intact.
 
-A directory holds `jaxrt.json` (the manifest), `weights/` (Orbax), and the tokenizer's and generation_config.json's files.
+A directory holds `jaxrt.json` (the manifest), `weights/` (Orbax), the tokenizer's files and generation_config.json.
 Orbax does not see flipped bytes, so every array and file has a SHA-256 in the manifest, and the manifest has its own.
 """
 
@@ -11,16 +11,16 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from types import EllipsisType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import ml_dtypes
 import numpy as np
 
 from jaxrt.artifacts.checkpoint import Checkpoint, TensorHeader
-from jaxrt.artifacts.files import parse_json_object, printable, read_json_object, regular_size, unreadable
+from jaxrt.artifacts.files import parse_json_object, printable, read_json_object, unreadable
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.config import ModelConfig
 from jaxrt.errors import ArtifactError, nearest
@@ -33,7 +33,7 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 MAX_MANIFEST_BYTES = 1 << 26
 HASHED_WHOLE = 1 << 20  # files up to this many bytes are hashed when opened, larger ones array by array when read
-GROUP_BYTES = 1 << 27  # loaded by one call of Orbax, which costs 50 ms whatever it loads
+GROUP_BYTES = 1 << 27  # loaded by one call of Orbax, which costs 50 ms or more whatever it loads
 
 
 def save_orbax(
@@ -45,8 +45,9 @@ def save_orbax(
 ) -> None:
     """Write a model that `open_orbax` reads. All or nothing: it is written beside `directory`, then renamed.
 
-    weights: arrays (numpy or JAX) by leaf name, as `weights.named` gives them; float32, float16 or bfloat16. generation:
-    the content of generation_config.json. Raises: ArtifactError when `directory` is there already or cannot be written.
+    weights: arrays (numpy or JAX) by leaf name, as `weights.named` gives them; float32, float16 or bfloat16.
+    generation: the content of generation_config.json.
+    Raises: ArtifactError when `directory` is there already or cannot be written.
     """
     directory = Path(directory)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
@@ -88,8 +89,9 @@ def save_orbax(
 def open_orbax(directory: str | Path) -> Checkpoint:
     """Open a directory that `save_orbax` wrote. Checks the manifest, and that every file is there in its size.
 
-    Tensor names are leaf names, `metadata["config"]` is the ModelConfig. `read` gives each array as it was saved, verified
-    against its hash; call it once a name, from any thread. Raises: ArtifactError, from `read` too, naming what is damaged.
+    Tensor names are leaf names, `metadata["config"]` is the ModelConfig. `read` gives each array as it was saved,
+    verified against its hash; call it once a name, from any thread.
+    Raises: ArtifactError, from `read` too, naming what is damaged.
     """
     directory = Path(directory)
     manifest_path = directory / MARKER
@@ -121,7 +123,7 @@ def open_orbax(directory: str | Path) -> Checkpoint:
         format="orbax",
         metadata={"config": config},
         tensors=headers,
-        read=_reader(directory, headers, {name: array.sha256 for name, array in arrays.items()}),
+        read=_Arrays(directory / WEIGHTS, headers, {name: array.sha256 for name, array in arrays.items()}).read,
         generation=parse_json_object((directory / GENERATION).read_bytes(), directory / GENERATION)
         if GENERATION in files
         else {},
@@ -150,7 +152,7 @@ def _describe(array: np.ndarray) -> dict[str, Any]:
 
 
 def _hash(array: np.ndarray) -> str:
-    return hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def _hash_file(path: Path) -> str | None:
@@ -184,28 +186,62 @@ def _header(name: str, array: _Array, directory: Path) -> TensorHeader:
     return TensorHeader(name, array.shape, array.dtype, nbytes, directory / WEIGHTS)
 
 
-def _reader(
-    directory: Path, headers: Mapping[str, TensorHeader], hashes: Mapping[str, str]
-) -> Callable[[str], np.ndarray]:
-    groups = _groups(headers)
-    waiting: dict[str, np.ndarray] = {}  # loaded with another of their group, not yet asked for
-    lock = threading.Lock()
+class _Arrays:
+    """The saved arrays, loaded a group at a time and handed out one by one."""
 
-    def read(name: str) -> np.ndarray:
-        if name not in headers:
-            raise ArtifactError("no such array", path=directory, field=printable(name), fix=nearest(name, headers))
-        with lock:
-            if name not in waiting:
-                waiting.update(_load_arrays(directory / WEIGHTS, groups[name], headers))
-            array = waiting.pop(name)
-        if _hash(array) != hashes[name]:
-            raise ArtifactError("differs from its hash", path=directory / WEIGHTS, field=name, fix=AGAIN)
+    def __init__(self, path: Path, headers: Mapping[str, TensorHeader], hashes: Mapping[str, str]) -> None:
+        self._path, self._headers, self._hashes = path, headers, hashes
+        self._groups = _groups(headers)
+        self._waiting: dict[str, np.ndarray] = {}  # loaded with another of their group, not yet asked for
+        self._shapes_checked = False
+        self._lock = threading.Lock()
+
+    def read(self, name: str) -> np.ndarray:
+        if name not in self._headers:
+            raise ArtifactError(
+                "no such array", path=self._path, field=printable(name), fix=nearest(name, self._headers)
+            )
+        with self._lock:
+            if name not in self._waiting:
+                self._load(self._groups[name])
+            array = self._waiting.pop(name)
+        if _hash(array) != self._hashes[name]:
+            raise ArtifactError("differs from its hash", path=self._path, field=name, fix=AGAIN)
         return array
 
-    return read
+    def _load(self, names: list[str]) -> None:
+        from orbax.checkpoint import v1 as ocp
+
+        path = str(self._path.absolute())
+        wanted: dict[str, np.ndarray | EllipsisType] = dict.fromkeys(self._headers, ...)
+        for name in names:
+            wanted[name] = np.empty(0, DTYPES[self._headers[name].dtype])
+        try:
+            if not self._shapes_checked:  # before memory is taken for them
+                self._check_shapes(ocp.metadata(path).metadata)
+            loaded = ocp.load(path, wanted)
+        except ArtifactError:
+            raise
+        except Exception as error:  # of many kinds, from Orbax, TensorStore and asyncio
+            raise ArtifactError(
+                f"Orbax cannot read it: {printable(str(error), 200)}",
+                path=self._path,
+                field=f"{names[0]} to {names[-1]}",
+                fix=AGAIN,
+            ) from error
+        self._waiting |= {name: loaded[name] for name in names}
+
+    def _check_shapes(self, stored: Any) -> None:
+        for name, header in self._headers.items():
+            shape = tuple(stored[name].shape)
+            if shape != header.shape:
+                raise ArtifactError(
+                    f"shape {list(shape)}", path=self._path, field=name, expected=str(list(header.shape)), fix=AGAIN
+                )
+        self._shapes_checked = True
 
 
-def _groups(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[str, ...]]:
+def _groups(headers: Mapping[str, TensorHeader]) -> dict[str, list[str]]:
     """For each array those loaded with it: neighbours up to GROUP_BYTES."""
     groups: list[list[str]] = [[]]
     filled = 0
@@ -215,7 +251,7 @@ def _groups(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[str, ...]]:
             filled = 0
         groups[-1].append(name)
         filled += header.nbytes
-    return {name: tuple(group) for group in groups for name in group}
+    return {name: group for group in groups for name in group}
 
 
 def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -226,35 +262,11 @@ def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     context.array.saving.enable_post_merge_validation = False  # reads all back, and the hashes prove more
     try:
         with context:
-            ocp.save(path.absolute(), dict(arrays))
+            ocp.save(str(path.absolute()), dict(arrays))
     except OSError:
         raise
     except Exception as error:
         raise ArtifactError(f"Orbax cannot save: {printable(str(error), 400)}", path=path) from error
-
-
-def _load_arrays(path: Path, names: tuple[str, ...], headers: Mapping[str, TensorHeader]) -> dict[str, np.ndarray]:
-    from orbax.checkpoint import v1 as ocp
-
-    wanted: dict[str, np.ndarray | EllipsisType] = dict.fromkeys(headers, ...)
-    for name in names:
-        wanted[name] = np.empty(0, DTYPES[headers[name].dtype])
-    try:
-        stored = ocp.metadata(path.absolute()).metadata
-        for name in names:  # before memory is taken for it
-            if tuple(stored[name].shape) != headers[name].shape:
-                raise ArtifactError(
-                    f"shape {list(stored[name].shape)}", path=path, field=name, expected=str(list(headers[name].shape))
-                )
-        loaded = ocp.load(path.absolute(), wanted)
-    except ArtifactError:
-        raise
-    except Exception as error:  # of many kinds, from Orbax, TensorStore and asyncio
-        what = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        raise ArtifactError(
-            f"Orbax cannot read it: {printable(str(error), 200)}", path=path, field=what, fix=AGAIN
-        ) from error
-    return {name: loaded[name] for name in names}
 
 
 def from_json(kind: Any, value: Any, path: Path, field: str) -> Any:
@@ -275,8 +287,8 @@ def from_json(kind: Any, value: Any, path: Path, field: str) -> Any:
         for name in fields.keys() - value.keys():
             if fields[name].default is fields[name].default_factory is dataclasses.MISSING:
                 raise ArtifactError("missing", path=path, field=f"{field}.{name}", fix=AGAIN)
-        hints = get_type_hints(kind)
-        return kind(**{name: from_json(hints[name], item, path, f"{field}.{name}") for name, item in value.items()})
+        make, hints = cast(type, kind), get_type_hints(kind)
+        return make(**{name: from_json(hints[name], item, path, f"{field}.{name}") for name, item in value.items()})
     if origin is tuple:
         if not isinstance(value, list):
             raise wrong

@@ -3,20 +3,19 @@
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import processors
 
 from jaxrt.artifacts import chat
 from jaxrt.artifacts.files import printable, read_json_object, regular_size, unreadable
-from jaxrt.errors import ArtifactError, RequestError, UnsupportedModel, nearest
+from jaxrt.artifacts.gguf_tokenizer import END_ROLES, gguf_tokenizer
+from jaxrt.errors import ArtifactError, RequestError
 
 MAX_FILE_BYTES = 256 << 20
-_END_NAMES = ("eos_token", "eot_token", "eom_token")  # end of text, of a turn, of a message: each ends an answer
-_SPECIAL_NAMES = ("bos_token", *_END_NAMES, "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_ROLES = ("bos_token", *END_ROLES, "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # Arguments of transformers' method of the same name that are no template variables: refused rather than ignored.
 _FOREIGN_ARGUMENTS = ("continue_final_message", "padding", "truncation", "return_tensors", "return_dict")
 
@@ -39,15 +38,15 @@ class Tokenizer:
         backend.no_truncation()  # a saved training set-up must not shorten or pad prompts
         backend.no_padding()
         self._backend, self._special, self._templates, self._path = backend, dict(special), dict(templates), path
-        roles = [name for name in ("bos_token", *_END_NAMES) if name in special]
+        roles = [name for name in ("bos_token", *END_ROLES) if name in special]
         self._ids = {name: self._id_of(name, special[name]) for name in roles}
 
     @classmethod
     def from_files(cls, files: Mapping[str, Path]) -> "Tokenizer":
         """The tokenizer of a Hugging Face directory.
 
-        files: paths by name: `tokenizer.json`; where they exist also `tokenizer_config.json`, `special_tokens_map.json`,
-        `chat_template.jinja` or `chat_template.json`. Raises: ArtifactError.
+        files: paths by name: `tokenizer.json`; where they exist also `tokenizer_config.json`,
+        `special_tokens_map.json`, `chat_template.jinja` or `chat_template.json`. Raises: ArtifactError.
         """
         if "tokenizer.json" not in files:
             raise ArtifactError(
@@ -73,13 +72,9 @@ class Tokenizer:
         if (jinja_path := files.get("chat_template.jinja")) is not None:
             templates["default"] = _read_text(jinja_path)
         elif (json_path := files.get("chat_template.json")) is not None:
-            templates |= _named_templates(
-                read_json_object(json_path, MAX_FILE_BYTES).get("chat_template"), json_path
-            )
+            templates |= _named_templates(read_json_object(json_path, MAX_FILE_BYTES).get("chat_template"), json_path)
         tokenizer = cls(backend, special=special, templates=templates, path=config_path or path)
-        tokenizer._add_ends(
-            _flag(config, "add_bos_token", config_path, None), _flag(config, "add_eos_token", config_path, None)
-        )
+        tokenizer._add_ends(*(_flag(config, name, config_path) for name in ("add_bos_token", "add_eos_token")))
         return tokenizer
 
     @classmethod
@@ -88,22 +83,9 @@ class Tokenizer:
 
         Raises: ArtifactError for malformed metadata, UnsupportedModel for a kind of tokenizer jaxrt does not have.
         """
-        rules = _byte_level_rules(metadata, path)
-        vocabulary = _vocabulary(metadata, path)
-        special = {
-            name: vocabulary.texts[token]
-            for name, key in _GGUF_SPECIAL
-            if (token := _gguf_id(metadata, key, len(vocabulary.texts), path)) is not None
-        }
-        templates = {
-            key.removeprefix(_GGUF_TEMPLATE).removeprefix(".") or "default": _gguf_text(metadata, key, path)
-            for key in metadata
-            if key == _GGUF_TEMPLATE or key.startswith(_GGUF_TEMPLATE + ".")
-        }
-        backend = _byte_level_bpe(rules, vocabulary, special, path)
-        tokenizer = cls(backend, special=special, templates=templates, path=path)
-        begins = _flag(metadata, _GGUF + "add_bos_token", path, rules.adds_bos)
-        tokenizer._add_ends(begins, _flag(metadata, _GGUF + "add_eos_token", path, False))
+        read = gguf_tokenizer(metadata, path)
+        tokenizer = cls(read.backend, special=read.special, templates=read.templates, path=path)
+        tokenizer._add_ends(read.adds_bos, read.adds_eos)
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -145,21 +127,17 @@ class Tokenizer:
     ) -> list[int] | str:
         """The conversation as the model was trained to see it: token ids, or text with `tokenize=False`.
 
-        messages: dicts with a `role` and a `content`. variables: what else the template asks for (`enable_thinking`, ...).
+        messages: dicts with a `role` and a `content`. variables: what else the template asks for, such as
+        `enable_thinking`. chat_template: Jinja source to use instead of the model's own.
         The template writes the special tokens, so encoding adds none: there is never a second BOS.
         Raises: RequestError for messages the template cannot take, ArtifactError for a broken template.
         """
         for name in _FOREIGN_ARGUMENTS:
             if name in variables:
                 raise RequestError(f"{name}= is no argument of jaxrt's apply_chat_template", fix="leave it out")
-        template = chat_template if chat_template is not None else self._template(tools)
-        if template is None:
-            raise RequestError(
-                "this model came without a chat template", fix="give the prompt as text, or pass chat_template="
-            )
         roles = {name: text for name, text in self._special.items() if name not in ("bos_token", "eos_token")}
         text = chat.render(
-            template,
+            chat_template if chat_template is not None else self._template(tools),
             messages,
             bos_token=self._special.get("bos_token"),
             eos_token=self._special.get("eos_token"),
@@ -177,7 +155,7 @@ class Tokenizer:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer: end of text, of turn, of message; without repetitions."""
-        return tuple(dict.fromkeys(self._ids[name] for name in _END_NAMES if name in self._ids))
+        return tuple(dict.fromkeys(self._ids[name] for name in END_ROLES if name in self._ids))
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -274,7 +252,7 @@ def _read_text(path: Path) -> str:
 def _special_texts(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     """Texts of the special tokens a configuration names: strings, or objects with a `content`."""
     texts = {}
-    for name in _SPECIAL_NAMES:
+    for name in _ROLES:
         entry = config.get(name)
         text = entry.get("content") if isinstance(entry, dict) else entry
         if isinstance(text, str):
@@ -304,173 +282,8 @@ def _named_templates(entry: object, path: object) -> dict[str, str]:
     return templates
 
 
-def _flag(values: Mapping[str, Any], name: str, path: object, default: bool | None) -> bool | None:
-    flag = values.get(name)
-    if flag is None:
-        return default
-    if not isinstance(flag, bool):
+def _flag(config: Mapping[str, Any], name: str, path: object) -> bool | None:
+    flag = config.get(name)
+    if flag is not None and not isinstance(flag, bool):
         raise ArtifactError(printable(repr(flag)), path=path, field=name, expected="true or false")
     return flag
-
-
-# GGUF. A file names its tokenizer's rules and lists vocabulary, kinds and merges; the regular expressions are published
-# with the models those names stand for.
-
-_GGUF = "tokenizer.ggml."
-_GGUF_TEMPLATE = "tokenizer.chat_template"
-_GGUF_SPECIAL = (
-    ("bos_token", "bos_token_id"),
-    ("eos_token", "eos_token_id"),
-    ("eot_token", "eot_token_id"),
-    ("eom_token", "eom_token_id"),
-    ("unk_token", "unknown_token_id"),
-    ("pad_token", "padding_token_id"),
-)
-_KINDS = range(1, 7)  # normal, unknown, control, user-defined, unused, byte
-_SPECIAL_KINDS = (2, 3)
-_USER_DEFINED = 4
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_PUNCTUATION_AND_BLANKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-@dataclass(frozen=True)
-class _ByteLevelRules:
-    """What a byte-level BPE tokenizer does before it merges."""
-
-    split: str | None = None  # a regular expression; None: GPT-2's, which the library has built in
-    single_digits: bool = False  # every digit is a piece of its own
-    compose: bool = False  # Unicode NFC first
-    whole_words: bool = False  # a piece that is in the vocabulary is taken before any merging
-    adds_bos: bool = False  # where the file does not say
-
-
-_BYTE_LEVEL = {
-    "gpt-2": _ByteLevelRules(),
-    "smollm": _ByteLevelRules(single_digits=True),
-    "llama-bpe": _ByteLevelRules(
-        "|".join((_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _PUNCTUATION_AND_BLANKS)), whole_words=True, adds_bos=True
-    ),
-    "qwen2": _ByteLevelRules(
-        "|".join((_CONTRACTIONS, _LETTERS, r"\p{N}", _PUNCTUATION_AND_BLANKS)), compose=True
-    ),
-}
-
-
-@dataclass(frozen=True)
-class _Vocabulary:
-    texts: Sequence[str]  # by token id
-    kinds: Sequence[int]  # by token id: _KINDS
-    ids: Mapping[str, int]
-    merges: Sequence[tuple[str, str]]
-
-
-def _byte_level_rules(metadata: Mapping[str, Any], path: object) -> _ByteLevelRules:
-    model = _gguf_text(metadata, _GGUF + "model", path)
-    if model != "gpt2":
-        raise UnsupportedModel(
-            f"{path}: {_GGUF}model is {printable(model)!r}",
-            expected="'gpt2' (byte-level BPE)",
-            fix="load the model from a directory with a tokenizer.json",
-        )
-    name = _gguf_text(metadata, _GGUF + "pre", path)
-    rules = _BYTE_LEVEL.get(name)
-    if rules is None:
-        raise UnsupportedModel(
-            f"{path}: {_GGUF}pre is {printable(name)!r}",
-            expected="rules for splitting text that jaxrt knows",
-            fix=nearest(name, _BYTE_LEVEL),
-        )
-    return rules
-
-
-def _vocabulary(metadata: Mapping[str, Any], path: object) -> _Vocabulary:
-    texts = _gguf_list(metadata, _GGUF + "tokens", str, path)
-    kinds = _gguf_list(metadata, _GGUF + "token_type", int, path)
-    if len(kinds) != len(texts):
-        raise ArtifactError(
-            f"{len(kinds)} entries", path=path, field=_GGUF + "token_type", expected=f"{len(texts)}, one for each token"
-        )
-    if wrong := set(kinds).difference(_KINDS):
-        raise ArtifactError(
-            f"kind {min(wrong)}", path=path, field=_GGUF + "token_type", expected=f"{_KINDS[0]} to {_KINDS[-1]}"
-        )
-    ids = {text: token for token, text in enumerate(texts)}
-    if len(ids) < len(texts):
-        token = next(token for token, text in enumerate(texts) if ids[text] != token)
-        raise ArtifactError(
-            f"tokens {token} and {ids[texts[token]]} are both {printable(texts[token])!r}",
-            path=path,
-            field=_GGUF + "tokens",
-            expected="different texts",
-        )
-    merges = []
-    for text in _gguf_list(metadata, _GGUF + "merges", str, path):
-        left, blank, right = text.partition(" ")
-        if not (left and blank and right):
-            raise ArtifactError(
-                printable(repr(text)), path=path, field=_GGUF + "merges", expected="two tokens and a blank between them"
-            )
-        merges.append((left, right))
-    return _Vocabulary(texts, kinds, ids, merges)
-
-
-def _byte_level_bpe(
-    rules: _ByteLevelRules, vocabulary: _Vocabulary, special: Mapping[str, str], path: object
-) -> tokenizers.Tokenizer:
-    try:
-        model = models.BPE(dict(vocabulary.ids), list(vocabulary.merges), ignore_merges=rules.whole_words)
-    except Exception as error:  # the library raises plain Exception: a merge whose parts or whole are no tokens
-        raise ArtifactError(
-            printable(str(error)), path=path, field=_GGUF + "merges", expected="pairs of tokens"
-        ) from error
-    backend = tokenizers.Tokenizer(model)
-    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rules.split is None)]
-    if rules.split is not None:
-        steps.insert(0, pre_tokenizers.Split(Regex(rules.split), behavior="isolated"))
-    if rules.single_digits:
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    if rules.compose:
-        backend.normalizer = normalizers.NFC()
-    backend.decoder = decoders.ByteLevel()
-    # a token with a role is special even where the file forgot to mark it
-    roles = {special[name] for name in ("bos_token", *_END_NAMES) if name in special}
-    for text, kind in zip(vocabulary.texts, vocabulary.kinds, strict=True):
-        if kind in _SPECIAL_KINDS or kind == _USER_DEFINED or text in roles:
-            backend.add_tokens([AddedToken(text, normalized=False, special=kind != _USER_DEFINED or text in roles)])
-    return backend
-
-
-def _gguf_value(metadata: Mapping[str, Any], key: str, path: object) -> Any:
-    if key not in metadata:
-        raise ArtifactError("is missing", path=path, field=key, fix="convert the model to GGUF again")
-    return metadata[key]
-
-
-def _gguf_text(metadata: Mapping[str, Any], key: str, path: object) -> str:
-    value = _gguf_value(metadata, key, path)
-    if not isinstance(value, str):
-        raise ArtifactError(f"a {type(value).__name__}", path=path, field=key, expected="text")
-    return value
-
-
-def _gguf_list(metadata: Mapping[str, Any], key: str, kind: type, path: object) -> list[Any]:
-    values = _gguf_value(metadata, key, path)
-    if not isinstance(values, list) or not all(type(value) is kind for value in values):
-        raise ArtifactError(
-            "another kind of value", path=path, field=key, expected=f"an array of {kind.__name__}"
-        )
-    return values
-
-
-def _gguf_id(metadata: Mapping[str, Any], key: str, count: int, path: object) -> int | None:
-    token = metadata.get(_GGUF + key)
-    if token is None:
-        return None
-    if type(token) is not int or not 0 <= token < count:
-        raise ArtifactError(
-            printable(repr(token)), path=path, field=_GGUF + key, expected=f"a token id from 0 to {count - 1}"
-        )
-    return token

@@ -112,7 +112,7 @@ class XlaSession:
         Raises: RequestError below zero or past the end of a row.
         """
         with self.lock:
-            self._usable()
+            self.check_usable()
             self.settle()
             shortest = min(len(row.tokens) for row in self._mirror)
             if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= shortest:
@@ -136,7 +136,7 @@ class XlaSession:
         """Forget everything, lost buffers included: afterwards an empty session on the same weights."""
         with self.lock:
             if self._closed:
-                self._usable()
+                self.check_usable()
             self._unread.clear()
             self._mirror = [_Row() for _ in range(self.rows)]
             for name in ("kv", "state", *LANE.values()):
@@ -167,7 +167,7 @@ class XlaSession:
         Raises: RequestError for no tokens, or ids outside the vocabulary; CapacityError past the model's context.
         """
         with self.lock:
-            self._usable()
+            self.check_usable()
             prompts = self._per_row(input.tokens)
             if not any(prompts):
                 raise RequestError("a prefill without tokens", expected="at least one")
@@ -183,7 +183,7 @@ class XlaSession:
         context.
         """
         with self.lock:
-            self._usable()
+            self.check_usable()
             knobs = knob_arrays.neutral(self.rows, self.model.config.vocab)
             if input.tokens is None:
                 outputs = [self.step(count, knobs) for count in self._calls(input.positions)]
@@ -208,8 +208,9 @@ class XlaSession:
         score: 1 also measures how likely each token's successor is, 2 names the likeliest ones too; the last has none.
         Output: logits of each chunk's last token; packed of the rows' sampled tokens, by row.
         """
-        self._usable()
-        self.settle()
+        self.check_usable()
+        if any(row in unread.rows for unread in self._unread for row in rows):
+            self.settle()
         self._check_tokens(tokens)
         first = self._mirror[rows[0]]
         self.reserve(len(first.cached) + len(tokens))
@@ -238,7 +239,7 @@ class XlaSession:
         forced: per row a token to feed first in place of the sampled one, FREE, or HALT (that row makes no more steps).
         Raises: CapacityError when a row would run past the model's context.
         """
-        self._usable()
+        self.check_usable()
         forced = tuple(forced) if forced is not None else (FREE,) * self.rows
         self._check_tokens([token for token in forced if token >= 0])
         going = [(row, token) for row, token in zip(self._mirror, forced, strict=True) if token >= FREE]
@@ -367,7 +368,7 @@ class XlaSession:
         if self.capacity:
             self._write_state("state", self._mirror)
 
-    def _usable(self) -> None:
+    def check_usable(self) -> None:
         """Raises: RequestError when closed. After an interrupted submission the device is told what the mirror
         holds."""
         if self._closed:

@@ -1,0 +1,34 @@
+# Sourced by scripts/demo and scripts/test: `setup EXTRAS` makes .venv in the checkout's root and installs jaxrt there,
+# editable, with the pinned tree of constraints.txt. Does nothing when that is already done.
+
+say() { printf '%s\n' "$*" >&2; }
+
+find_python() {
+    local name
+    for name in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            printf '%s' "$name"
+            return
+        fi
+    done
+    say "jaxrt: found no Python 3.11 or newer; install one, or set PYTHON to its path"
+    return 1
+}
+
+setup() {
+    local extras=$1 python stamp
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then # none yet, or one whose making was interrupted
+        python=$(find_python)
+        say "jaxrt: making .venv with $("$python" --version)"
+        "$python" -m venv --clear .venv
+    fi
+    stamp=.venv/jaxrt$extras-$(.venv/bin/python -c '
+import hashlib, pathlib
+print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints.txt"))).hexdigest()[:16])
+')
+    if [[ ! -e $stamp ]]; then
+        say "jaxrt: installing jaxrt$extras and what it stands on (a few minutes the first time)"
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".$extras" >&2
+        touch "$stamp"
+    fi
+}

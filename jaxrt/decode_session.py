@@ -3,6 +3,7 @@ demand."""
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
@@ -178,6 +179,7 @@ class DecodeSession:
         self._placement = placement
         self._plans: dict[Bucket, Future[Plan]] = {}
         self._lock = threading.Lock()
+        self.waited_s = 0.0  # what callers of `plan` waited for compiles
         self._pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="jaxrt-compile")
 
     def plan(self, bucket: Bucket) -> Plan:
@@ -190,9 +192,14 @@ class DecodeSession:
             mine = future is None
             if mine:
                 future = self._plans[bucket] = Future()
+        if future.done():
+            return future.result()
+        started = time.perf_counter()
         if mine:
             self._make(bucket, future)
-        return future.result()
+        made = future.result()
+        self.waited_s += time.perf_counter() - started
+        return made
 
     def prepare(self, buckets: Iterable[Bucket]) -> list["Future[Plan]"]:
         """Start making plans in background threads, in order; those made or under way are left alone."""

@@ -13,7 +13,7 @@ import jax
 from jaxrt import knobs as knob_arrays
 from jaxrt.errors import ExecutionError, RequestError, SessionPoisoned
 from jaxrt.models.steps import FREE, HALT
-from jaxrt.program import CompileCount, compiles
+from jaxrt.program import compiles
 from jaxrt.prompts import Request
 from jaxrt.requests import FinishReason, Generation, GenerationStats, TokenEvent, TokenLogprobs
 from jaxrt.sampling import Columns, Knobs, unpack
@@ -116,6 +116,9 @@ class _Loop:
         self.knobs: Knobs | None = None  # of all rows
         self.token_s = EVENT_S  # what a position takes, as last seen
         self.clock = _Clock()
+        self.compiled = compiles().misses
+        self.waited_s = session.model.decode_session.waited_s
+        self.waited_first_s = 0.0  # for compiles, before the first token
 
     def events(self) -> Iterator[TokenEvent]:
         session = self.session
@@ -232,6 +235,7 @@ class _Loop:
         sample.last_s = self.clock.now()
         if not sample.tokens:
             sample.first_s = sample.last_s
+            self.waited_first_s = self.session.model.decode_session.waited_s - self.waited_s
         described = None
         if sample.request.params.logprobs is not None:
             described = (_logprobs(columns, at, token, sample.request.params.logprobs),)
@@ -249,7 +253,7 @@ class _Loop:
 
     def _generation(self, sample: _Sample) -> Generation:
         params, new, prompt = sample.request.params, len(sample.tokens), len(sample.request.tokens)
-        compiled = self.clock.compiled()
+        waited = self.session.model.decode_session.waited_s - self.waited_s
         decoding = sample.last_s - sample.first_s
         return Generation(
             text=sample.text.text if sample.text is not None else "",
@@ -262,10 +266,10 @@ class _Loop:
                 prompt_tokens=prompt,
                 new_tokens=new,
                 ttft_s=sample.first_s,
-                prefill_tps=prompt / max(sample.first_s - compiled.seconds, 1e-9),
+                prefill_tps=prompt / max(sample.first_s - self.waited_first_s, 1e-9),
                 decode_tps=(new - 1) / decoding if new > 1 and decoding > 0 else 0.0,
-                compile_s=compiled.seconds,
-                compiles=compiled.misses,
+                compile_s=waited,
+                compiles=compiles().misses - self.compiled,
             ),
             stop_reason=sample.stop_reason,
             logprobs=tuple(sample.logprobs) if params.logprobs is not None else None,
@@ -303,11 +307,10 @@ def _logprobs(columns: Columns, at: int | tuple[int, int], token: int, count: in
 
 
 class _Clock:
-    """Seconds since a batch began, and what was compiled meanwhile."""
+    """Seconds since a batch began."""
 
     def __init__(self) -> None:
         self._started = self._lap = time.perf_counter()
-        self._compiled = compiles()
 
     def now(self) -> float:
         return time.perf_counter() - self._started
@@ -315,7 +318,3 @@ class _Clock:
     def lap(self) -> float:
         last, self._lap = self._lap, time.perf_counter()
         return self._lap - last
-
-    def compiled(self) -> CompileCount:
-        total, before = compiles(), self._compiled
-        return CompileCount(total.hits - before.hits, total.misses - before.misses, total.seconds - before.seconds)

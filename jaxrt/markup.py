@@ -66,7 +66,9 @@ def table_html(headers: Sequence[object], rows: Sequence[Sequence[object]], capt
     """A table of `str(cell)`; numbers stand on the right. `caption` stands above, where there is one."""
     head = "".join(f'<th style="text-align:left;border-bottom:{_RULE}">{_text(str(name))}</th>' for name in headers)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    above = f'<caption style="text-align:left;{_FAINT}">{_text(caption)}</caption>' if caption else ""
+    above = (
+        f'<caption style="text-align:left;white-space:nowrap;{_FAINT}">{_text(caption)}</caption>' if caption else ""
+    )
     inner = f"{above}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     return f'<table style="{_BOX};border-collapse:collapse">{inner}</table>'
 
@@ -197,8 +199,9 @@ def _branch(path: str, run: list[tuple[str, _Node]]) -> str:
     label = first if len(run) == 1 else f"{path}{first} … {path}{last}"
     if not node.children:
         return f"<li>{_line(label, node, len(run))}</li>"
-    own = f'<div style="{_FAINT}">in each of {len(run)}:</div>' if len(run) > 1 else ""
+    own = f'<span style="{_FAINT}">in each of {len(run)}:</span>' if len(run) > 1 else ""
     own += _line("itself", node, 1) if node.leaf is not None else ""
+    own = f'<div style="padding-left:1.4em">{own}</div>' if own else ""
     return (
         f"<li><details><summary>{_name(label)}{_size(*(child for _, child in run))}</summary>"
         f"{own}{_inside(node, f'{path}{first}.')}</details></li>"

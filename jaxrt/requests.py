@@ -202,8 +202,8 @@ class GenerationStats:
     ttft_s: float  # submission to first token
     prefill_tps: float
     decode_tps: float  # after the first token
-    compile_s: float
-    compiles: int = 0
+    compile_s: float  # waited for compiles, wherever they fell; prefill_tps leaves them out, ttft_s does not
+    compiles: int = 0  # made meanwhile in this process; 0 when all came from the cache
 
     def lines(self) -> list[tuple[str, str]]:
         """Facts to show, as name and value."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrt import generation, scoring
+from jaxrt import compile_cache, generation, scoring
 from jaxrt.artifacts.hub import resolve
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.backend import LoadOptions, XlaBackend
@@ -211,8 +211,10 @@ def load(
     "bfloat16".
     progress: called with the bytes of weights placed and their total.
 
+    Turns on JAX's persistent compile cache, in a private directory, unless one is configured.
     Raises: ArtifactError for what cannot be read, UnsupportedModel for what jaxrt does not do.
     """
+    compile_cache.enable()
     path = resolve(path_or_id, revision=revision)
     options = LoadOptions(dtype=dtype, kv_dtype=kv_dtype, progress=progress)  # type: ignore[arg-type]
     return ModelRuntime.load(XlaBackend(device), path, options)

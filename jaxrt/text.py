@@ -151,6 +151,8 @@ class _Decoder:
         self._window = [token for token in context[-_WINDOW:] if self._has_text(token)]
         self._text = self._decode(self._window)
         self._done = _certain(self._text)  # characters of the window's text that were handed out
+        self._whole = 0  # tokens of the window after which nothing was held back
+        self._take(self._done)
 
     def _has_text(self, token: int) -> bool:
         # a model's vocabulary may be padded beyond the tokenizer's: such tokens stand for no text
@@ -159,8 +161,13 @@ class _Decoder:
     def push(self, token: int) -> str:
         if not self._has_text(token):
             return ""
+        handed_out = self._text[: self._done]
         self._window.append(token)
         self._text = self._decode(self._window)
+        if self._whole and not self._text.startswith(handed_out):
+            # a decoder that gives up on a run of bytes as a whole, its finished characters too: start after those
+            self._window = self._window[self._whole :]
+            self._text, self._done, self._whole = self._decode(self._window), 0, 0
         new = self._take(_certain(self._text))
         if len(self._window) > _WINDOW:
             new += self._shorten()
@@ -172,6 +179,8 @@ class _Decoder:
     def _take(self, end: int) -> str:
         new = self._text[self._done : end]
         self._done = max(self._done, end)
+        if self._done == len(self._text):
+            self._whole = len(self._window)
         return new
 
     def _shorten(self) -> str:
@@ -185,11 +194,12 @@ class _Decoder:
             # this is only known if nothing changes on either side
             if tail[0] != _REPLACEMENT or self._decode(window[:start]) + tail == text:
                 self._window, self._text, self._done = window[start:], tail, len(tail) - pending
+                self._whole = max(0, self._whole - start)
                 return ""
         if len(window) <= _LONGEST_WINDOW:
             return ""
         rest = self.finish()  # only a decoder that rewrites earlier text, or endless tokens without any, comes here
-        self._window, self._text, self._done = [], "", 0
+        self._window, self._text, self._done, self._whole = [], "", 0, 0
         return rest
 
 

@@ -16,19 +16,20 @@ find_python() {
 }
 
 setup() {
-    local extras=$1 python stamp
+    local extras=$1 python tree stamp=.venv/jaxrt.stamp
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then # none yet, or one whose making was interrupted
         python=$(find_python)
         say "jaxrt: making .venv with $("$python" --version)"
         "$python" -m venv --clear .venv
     fi
-    stamp=.venv/jaxrt$extras-$(.venv/bin/python -c '
+    tree=$(.venv/bin/python -c '
 import hashlib, pathlib
-print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints.txt"))).hexdigest()[:16])
+print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints.txt"))).hexdigest())
 ')
-    if [[ ! -e $stamp ]]; then
+    if ! grep -qsxF "$tree $extras" "$stamp"; then
         say "jaxrt: installing jaxrt$extras and what it stands on (a few minutes the first time)"
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".$extras" >&2
-        touch "$stamp"
+        .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".$extras" >&2
+        grep -qsF "$tree" "$stamp" || : >"$stamp" # what was installed for another tree counts no more
+        printf '%s\n' "$tree $extras" >>"$stamp"
     fi
 }

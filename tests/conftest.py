@@ -6,13 +6,22 @@ from typing import Any
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
 
+from jaxrt import compile_cache
 from jaxrt.artifacts.hub import resolve
 
 # A silent promotion is a wrong dtype or a wrong shape. Eight virtual devices are not set here: they cost large matmuls
 # a fifth of their speed on two cores and change the compile cache's keys, so tests of meshes run in their own process.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# As for any user, a program is compiled once on this machine: across test modules, processes and runs.
+compile_cache.enable()
+
+# An example may compile, and machines are shared: how long one takes says nothing.
+settings.register_profile("jaxrt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("jaxrt")
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -348,7 +348,7 @@ def test_flipped_bytes_give_a_model_or_a_jaxrt_error_and_never_anything_else(tmp
     for _ in range(300):
         data = bytearray(good)
         for position in rng.integers(0, len(good) - 128, rng.integers(1, 4)):
-            data[position] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.integers(256)])
+            data[position] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, int(rng.integers(256))])
         path.write_bytes(data)
         try:
             checkpoint = open_gguf(path)
@@ -377,11 +377,11 @@ def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "loop.gguf").symlink_to("loop.gguf")
     os.mkfifo(tmp_path / "pipe.gguf")  # opening it would block
     reasons = {
-        "empty.gguf": "empty",
+        "empty.gguf": "the file is empty",
         "directory.gguf": "is a directory",
         "missing.gguf": "No such file",
         "loop.gguf": "symbolic links",
-        "pipe.gguf": "pipe",
+        "pipe.gguf": "is a pipe",
     }
     for name, reason in reasons.items():
         assert reason in str(refusal(tmp_path / name))
@@ -392,6 +392,8 @@ def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", {}, {})
     path.chmod(0)
     assert "Permission denied" in str(refusal(path))
+    (tmp_path / "closed").mkdir(mode=0)
+    assert "Permission denied" in str(refusal(tmp_path / "closed" / "model-00001-of-00002.gguf"))
 
 
 # Split models -------------------------------------------------------------------------------------------------------

@@ -75,6 +75,12 @@ def test_tensors_keep_their_dtype_and_shape(tmp_path: Path, dtype: type) -> None
         assert read.tobytes() == array.tobytes()
 
 
+def test_metadata_in_a_header_is_no_tensor(tmp_path: Path) -> None:
+    write_hf(tmp_path, {}, TENSORS)
+    (tmp_path / SINGLE).write_bytes(file({"__metadata__": {"format": "pt"}, "w": entry()}))
+    assert list(open_safetensors(tmp_path).tensors) == ["w"]
+
+
 def test_generation_config_and_tokenizer_files_are_found(tmp_path: Path) -> None:
     write_hf(
         tmp_path,
@@ -392,4 +398,4 @@ def test_a_gguf_file_in_a_directory_is_pointed_at(tmp_path: Path) -> None:
 def test_weights_that_are_a_pipe_are_refused_without_being_opened(tmp_path: Path) -> None:
     (write_hf(tmp_path, {}, TENSORS) / SINGLE).unlink()
     os.mkfifo(tmp_path / SINGLE)
-    assert "pipe" in str(refusal(tmp_path))
+    assert "is a pipe" in str(refusal(tmp_path))

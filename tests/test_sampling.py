@@ -23,39 +23,45 @@ PROMPT, OUTPUT = (1, 2, 3, 3), (4, 5, 4, 6, 1, 4)  # what stands before the draw
 GREEDY = SamplingParams(temperature=0.0)
 
 step = jax.jit(sampling.step, donate_argnums=2)
-sample = jax.jit(sampling.sample)
 advance = jax.jit(sampling.advance, donate_argnums=0)
-distribution = jax.jit(lambda *given: sampling.distribution(sampling.sample(*given), given[1]))
 score = jax.jit(sampling.score)
+initial_state = jax.jit(sampling.initial_state, static_argnums=(0, 1))
 
 
 @jax.jit
-def draws(logits, knobs, state, positions):
-    """One token of a single row at every position, i32 [positions]."""
-    return jax.vmap(lambda position: sampling.sample(logits, knobs, state, position[None]).tokens[0])(positions)
+def sample(logits, knobs, state, positions):
+    """What was sampled, and where tokens were kept by the filters."""
+    sampled = sampling.sample(logits, knobs, state, positions)
+    return sampled, sampling.distribution(sampled, knobs)
+
+
+@jax.jit
+def draws(logits, knobs, state, start):
+    """DRAWS tokens of a single row, at the positions from `start` on."""
+    at = start + jnp.arange(DRAWS)
+    return jax.vmap(lambda position: sampling.sample(logits, knobs, state, position[None]).tokens[0])(at)
 
 
 def knobs_of(*requests, vocab=V, bad_words=(), seed=3, **more):
     count = len(requests)
-    given = {
-        "prompts": [PROMPT] * count,
-        "eos": (),
-        "bad_words": [bad_words] * count,
-        "seeds": [seed] * count,
-        "samples": [0] * count,
-    }
-    return make_knobs(requests, vocab=vocab, **(given | more))
+    given = {"prompts": [PROMPT] * count, "eos": (), "seeds": [seed] * count, "samples": [0] * count}
+    return make_knobs(requests, vocab=vocab, bad_words=[bad_words] * count, **(given | more))
 
 
 def state_after(tokens, rows=1, vocab=V):
-    state = jax.jit(sampling.initial_state, static_argnums=(0, 1))(rows, vocab)
+    state = initial_state(rows, vocab)
     for token in tokens:
         state = advance(state, np.full(rows, token, np.int32), np.ones(rows, bool))
     return state
 
 
-def positions(count, start=0):
-    return np.arange(start, start + count, dtype=np.int32)
+def kept(logits, params):
+    """The tokens that the filters leave of one row, and the scores of all."""
+    scores = np.asarray(sample(logits[None], knobs_of(params), state_after(()), FIRST)[1])[0]
+    return np.flatnonzero(np.isfinite(scores)).tolist(), scores
+
+
+FIRST = np.zeros(1, np.int32)  # positions of a single row
 
 
 # --- the definitions, in float64 --------------------------------------------------------------------------------------
@@ -138,16 +144,14 @@ SAMPLED = {
 @pytest.mark.parametrize("params", SAMPLED.values(), ids=SAMPLED.keys())
 def test_draws_follow_the_distribution_that_the_knobs_define(params):
     knobs = knobs_of(params, eos=(7,))
-    tokens = np.asarray(draws(LOGITS[None], knobs, state_after(OUTPUT), positions(DRAWS)))
+    tokens = np.asarray(draws(LOGITS[None], knobs, state_after(OUTPUT), 0))
     assert p_value(tokens, expected_probabilities(LOGITS, params, eos=(7,))) > 1e-4
 
 
 def test_bad_words_are_never_completed():
     # of one token; completed by it; of another past; too long for the output so far
     words = ((10,), (1, 4, 2), (2, 4, 3), (9, 4, 5, 4, 6, 1, 4, 8))
-    tokens = np.asarray(
-        draws(LOGITS[None], knobs_of(SamplingParams(), bad_words=words), state_after(OUTPUT), positions(DRAWS))
-    )
+    tokens = np.asarray(draws(LOGITS[None], knobs_of(SamplingParams(), bad_words=words), state_after(OUTPUT), 0))
     expected = expected_probabilities(LOGITS, SamplingParams(), words)
     assert list(np.flatnonzero(expected == 0)) == [2, 10]
     assert p_value(tokens, expected) > 1e-4
@@ -156,16 +160,14 @@ def test_bad_words_are_never_completed():
 def test_the_longest_bad_word_is_matched_over_all_its_tokens():
     past = tuple(range(sampling.MAX_BAD_WORD_TOKENS - 1))
     word, other = (*past, 20), (5, *past[1:], 21)
-    banned = sample(
-        np.zeros((1, V), np.float32), knobs_of(GREEDY, bad_words=(word, other)), state_after(past), positions(1)
-    )
+    banned = sample(np.zeros((1, V), np.float32), knobs_of(GREEDY, bad_words=(word, other)), state_after(past), FIRST)[
+        0
+    ]
     assert np.flatnonzero(np.isneginf(banned.adjusted[0])).tolist() == [20]
 
 
 def test_the_chi_squared_test_would_notice_another_temperature():
-    tokens = np.asarray(
-        draws(LOGITS[None], knobs_of(SamplingParams(temperature=0.95)), state_after(OUTPUT), positions(DRAWS))
-    )
+    tokens = np.asarray(draws(LOGITS[None], knobs_of(SamplingParams(temperature=0.95)), state_after(OUTPUT), 0))
     assert p_value(tokens, expected_probabilities(LOGITS, SamplingParams())) < 1e-4
 
 
@@ -189,41 +191,38 @@ def test_filters_keep_what_a_sort_keeps(logits, top_k, top_p, min_p):
     near = np.abs(np.log(probabilities / probabilities.max()) - np.log(max(min_p, 1e-300))).min()
     if margin < 1e-5 or near < 1e-5:
         return  # float32 may fall on either side
-    scores = np.asarray(distribution(logits[None], knobs_of(params), state_after(()), positions(1)))[0]
-    assert np.array_equal(np.isfinite(scores), wanted > 0)
+    tokens, scores = kept(logits, params)
+    assert tokens == np.flatnonzero(wanted).tolist()
     np.testing.assert_allclose(softmax(scores.astype(np.float64)), wanted, rtol=2e-5, atol=1e-12)
 
 
-def test_every_top_k_keeps_exactly_the_largest_whatever_way_it_is_found():
-    vocab = 200
+def test_every_top_k_keeps_exactly_the_largest_whichever_way_it_is_found():
+    vocab, rows = 200, 64
     logits = np.random.default_rng(1).normal(size=vocab).astype(np.float32)
     order = np.sort(logits)[::-1]
-    short = range(1, sampling.SHORT_TOP_K + 1)
-    every = [*short, *range(sampling.SHORT_TOP_K + 1, vocab, 9), vocab - 1, vocab, vocab + 7]
-    limits = {}
-    for name, ks in (("short", short), ("every", every)):
-        requests = [SamplingParams(top_k=k) for k in ks]
-        state = state_after((), len(ks), vocab)
-        given = np.tile(logits, (len(ks), 1)), knobs_of(*requests, vocab=vocab), state, positions(len(ks))
-        kept = np.isfinite(np.asarray(distribution(*given)))
-        assert np.array_equal(kept, [logits >= order[min(k, vocab) - 1] for k in ks])
-        limits[name] = np.asarray(sample(*given).limit)
-    assert np.array_equal(limits["short"], limits["every"][: len(short)])
+    short = [*range(1, sampling.SHORT_TOP_K + 1)]
+    long = [*short[:40], *range(sampling.SHORT_TOP_K + 1, vocab, 6)[:22], vocab - 1, vocab + 7]
+    limits = []
+    for ks in (short, long):
+        knobs = knobs_of(*[SamplingParams(top_k=k) for k in ks], vocab=vocab)
+        state, at = initial_state(rows, vocab), np.zeros(rows, np.int32)
+        sampled, scores = sample(np.tile(logits, (rows, 1)), knobs, state, at)
+        assert np.array_equal(np.isfinite(scores), [logits >= order[min(k, vocab) - 1] for k in ks])
+        limits.append(np.asarray(sampled.limit))
+    assert np.array_equal(limits[0][:40], limits[1][:40])
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.49, 1), (0.51, 2), (0.74, 2), (0.76, 4), (1e-30, 1), (1.0, V)])
-def test_top_p_keeps_the_smallest_sufficient_set_and_all_ties_at_its_edge(top_p, kept):
+@pytest.mark.parametrize(("top_p", "count"), [(0.49, 1), (0.51, 2), (0.74, 2), (0.76, 4), (1e-30, 1), (1.0, V)])
+def test_top_p_keeps_the_smallest_sufficient_set_and_all_ties_at_its_edge(top_p, count):
     logits = np.full(V, -40.0, np.float32)
     logits[[3, 8, 1, 20]] = np.log([0.5, 0.25, 0.125, 0.125])
-    scores = distribution(logits[None], knobs_of(SamplingParams(top_p=top_p)), state_after(()), positions(1))
-    assert np.isfinite(scores[0]).sum() == kept
+    assert len(kept(logits, SamplingParams(top_p=top_p))[0]) == count
 
 
 def test_top_p_is_of_what_top_k_left():
-    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    knobs = knobs_of(SamplingParams(top_k=2, top_p=0.5), vocab=4)  # the first has 0.4 of all and 0.57 of the two
-    scores = distribution(logits[None], knobs, state_after((), vocab=4), positions(1))
-    assert np.flatnonzero(np.isfinite(scores[0])).tolist() == [0]
+    logits = np.full(V, -np.inf, np.float32)
+    logits[:4] = np.log([0.4, 0.3, 0.2, 0.1])  # the first has 0.4 of all, and 0.57 of the first two
+    assert kept(logits, SamplingParams(top_k=2, top_p=0.5))[0] == [0]
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -231,41 +230,43 @@ def test_top_p_is_of_what_top_k_left():
 
 @pytest.mark.parametrize(("seed", "index"), [(0, 0), (7, 0), (7, 3), (2**31 - 1, 1)])
 def test_the_key_of_a_token_is_folded_from_seed_sample_and_position(seed, index):
-    at = positions(300, start=40)
-    tokens = draws(LOGITS[None], knobs_of(SamplingParams(), seed=seed, samples=[index]), state_after(()), at)
+    knobs = knobs_of(SamplingParams(), seed=seed, samples=[index])
     base = jax.random.fold_in(jax.random.key(seed), index)
-    bits = jax.jit(jax.vmap(lambda p: jax.random.bits(jax.random.fold_in(base, p), (V,), jnp.uint32)))(at)
-    uniform = (np.asarray(bits, np.float64) + 0.5) / 2**32
-    assert np.array_equal(tokens, np.argmax(LOGITS - np.log(-np.log1p(-uniform)), axis=-1))
+    for position in (0, 1, 700):
+        bits = jax.random.bits(jax.random.fold_in(base, position), (V,), jnp.uint32)
+        gumbel = -np.log(-np.log1p(-(np.asarray(bits, np.float64) + 0.5) / 2**32))
+        token = sample(LOGITS[None], knobs, state_after(()), np.array([position], np.int32))[0].tokens[0]
+        assert token == np.argmax(LOGITS + gumbel)
 
 
 def test_other_seeds_samples_and_positions_draw_other_tokens():
-    state, at = state_after(()), positions(64)
-    first = draws(LOGITS[None], knobs_of(SamplingParams(), seed=9), state, at)
-    again = draws(LOGITS[None], knobs_of(SamplingParams(), seed=9), state, at)
-    assert np.array_equal(first, again)
-    others = [
-        draws(LOGITS[None], knobs_of(SamplingParams(), seed=seed, samples=[index]), state, positions(64, start))
-        for seed, index, start in ((9 + 2**32, 0, 0), (2**64 - 1, 0, 0), (9, 1, 0), (9, 0, 64))
-    ]
-    for other in others:
-        assert not np.array_equal(first, other)
+    def tokens(seed=9, index=0, start=0):
+        knobs = knobs_of(SamplingParams(), seed=seed, samples=[index])
+        return np.asarray(draws(LOGITS[None], knobs, state_after(()), start))
+
+    assert np.array_equal(tokens(), tokens())
+    assert np.array_equal(tokens()[5:], tokens(start=5)[:-5])
+    for other in (tokens(seed=9 + 2**32), tokens(seed=2**64 - 1), tokens(index=1), tokens(start=1)):
+        assert np.mean(tokens() == other) < 0.2
 
 
 def test_noise_belongs_to_the_token_id_and_not_to_the_vocabulary():
-    wide = np.concatenate([LOGITS, np.full(V, -np.inf, np.float32)])
-    narrow_tokens = draws(LOGITS[None], knobs_of(SamplingParams()), state_after(()), positions(200))
-    wide_tokens = draws(
-        wide[None], knobs_of(SamplingParams(), vocab=2 * V), state_after((), vocab=2 * V), positions(200)
-    )
-    assert np.array_equal(narrow_tokens, wide_tokens)
+    narrow, wide = np.tile(LOGITS, (4, 1)), np.full((4, 2 * V), -np.inf, np.float32)
+    wide[:, :V] = narrow
+    for start in range(0, 40, 4):
+        at, active = np.arange(start, start + 4, dtype=np.int32), np.ones(4, bool)
+        found = [
+            step(logits, knobs_of(*[SamplingParams()] * 4, vocab=vocab), state_after((), 4, vocab), at, active)[0]
+            for logits, vocab in ((narrow, V), (wide, 2 * V))
+        ]
+        assert np.array_equal(*found)
 
 
 def test_greedy_ignores_the_seed_and_takes_the_lowest_of_equal_tokens():
     logits = np.zeros((1, V), np.float32)
     logits[0, [5, 9]] = 2.0
     for seed in range(5):
-        assert sample(logits, knobs_of(GREEDY, seed=seed), state_after(()), positions(1)).tokens[0] == 5
+        assert sample(logits, knobs_of(GREEDY, seed=seed), state_after(()), FIRST)[0].tokens[0] == 5
 
 
 # --- rows, values, state ----------------------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ def test_greedy_ignores_the_seed_and_takes_the_lowest_of_equal_tokens():
 MIXED = (
     SamplingParams(temperature=0.0, logprobs=3),
     SamplingParams(top_p=0.8, top_k=10, logprobs=0, logprobs_mode="processed"),
-    SamplingParams(repetition_penalty=1.4, frequency_penalty=0.2, top_k=20),
+    SamplingParams(repetition_penalty=1.4, frequency_penalty=0.2, top_k=20, logprobs=20, logprobs_mode="processed"),
     SamplingParams(temperature=0.9, min_p=0.02, logit_bias={3: 2.0, 4: -0.5}, min_tokens=30, stop_token_ids=(1,)),
 )
 WORDS = ((), (), ((1, 4, 2), (7,)), ((3, 4),))
@@ -301,6 +302,8 @@ def rows_of(params, words, logits):
 
 def test_a_row_is_bitwise_the_same_whatever_its_neighbours_ask_for():
     logits = np.random.default_rng(2).normal(scale=2, size=(8, 4, V)).astype(np.float32)
+    logits[0, :, 2] = 9.0  # the end of a bad word of one row
+    logits[:, :, ::5] = -60.0  # too unlikely for any top_p under 1
     together = rows_of(MIXED, WORDS, logits)
     for row in range(4):
         params = [MIXED[row] if other == row else GREEDY for other in range(4)]
@@ -311,16 +314,16 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours_ask_for():
 
 
 def test_no_value_of_any_knob_compiles_anew():
-    @jax.jit
-    def fresh(*given):
-        return sampling.step(*given)
+    def run(*requests):
+        knobs = knobs_of(*requests, bad_words=((3,), (4, 5)), eos=(2,))
+        step(np.tile(LOGITS, (4, 1)), knobs, state_after((), 4), np.arange(4, dtype=np.int32), np.ones(4, bool))
 
-    logits, active = np.tile(LOGITS, (2, 1)), np.ones(2, bool)
+    run(*[GREEDY] * 4)
+    compiled = step._cache_size()
     asked = [*SAMPLED.values(), *MIXED, GREEDY]
-    for first, second in zip(asked, asked[1:], strict=False):
-        knobs = knobs_of(first, second, bad_words=((3,), (4, 5)), eos=(2,))
-        fresh(logits, knobs, state_after((), 2), positions(2), active)
-    assert fresh._cache_size() == 1
+    for four in zip(asked, asked[1:], asked[2:], asked[3:], strict=False):
+        run(*four)
+    assert step._cache_size() == compiled
 
 
 def test_rows_end_at_stop_tokens_and_limits_and_rest_when_not_active():
@@ -330,7 +333,7 @@ def test_rows_end_at_stop_tokens_and_limits_and_rest_when_not_active():
     knobs = knobs_of(stopping, GREEDY, GREEDY, stopping, limits=[9, 3, 9, 9], eos=(2,))
     state = state_after((8, 6), rows=4)
     active = np.array([True, True, True, False])
-    tokens, state, ended, packed = step(logits, knobs, state, positions(4), active)
+    tokens, state, ended, packed = step(logits, knobs, state, np.zeros(4, np.int32), active)
     assert ended.tolist() == [True, True, False, False]  # stop token, limit, neither, resting
     assert sampling.unpack(np.asarray(packed)).tokens.tolist() == [6, 6, 6, -1]
     assert state.generated.tolist() == [3, 3, 3, 2]
@@ -348,26 +351,35 @@ def test_end_of_sequence_is_a_stop_token_unless_ignored():
     "params", [GREEDY, SamplingParams(), SamplingParams(top_k=3, top_p=0.5, repetition_penalty=1.2)]
 )
 def test_rows_without_an_answer_are_flagged_and_end(params):
-    logits = np.tile(LOGITS, (6, 1))
-    logits[0] = np.nan
-    logits[1, 17] = np.nan
-    logits[2] = -np.inf
-    logits[3, 4] = np.inf
-    requests = [params] * 5 + [replace(params, allowed_token_ids=(9,))]
-    words = [()] * 5 + [((9,),)]
-    knobs = knobs_of(*requests, bad_words=None) if False else knobs_of(*requests, **{"bad_words": words})
-    _, _, ended, packed = step(logits, knobs, state_after((), 6), positions(6), np.ones(6, bool))
-    assert sampling.unpack(np.asarray(packed)).bad.tolist() == [True, True, True, True, False, True]
-    assert ended.tolist() == [True, True, True, True, False, True]
+    for cause, bad in ((np.nan, True), (np.inf, True), (-np.inf, False)):
+        logits = np.tile(LOGITS, (4, 1))
+        logits[0, 17] = cause
+        logits[1] = cause
+        requests = [params, params, params, replace(params, allowed_token_ids=(9,))]
+        knobs = make_knobs(
+            requests,
+            vocab=V,
+            prompts=[PROMPT] * 4,
+            eos=(),
+            bad_words=[(), (), (), ((9,),)],
+            seeds=[1] * 4,
+            samples=[0] * 4,
+        )
+        _, _, ended, packed = step(logits, knobs, state_after((), 4), np.arange(4, dtype=np.int32), np.ones(4, bool))
+        assert sampling.unpack(np.asarray(packed)).bad.tolist() == [bad, True, False, True]
+        assert ended.tolist() == [bad, True, False, True]
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
-def columns_of(logits, knobs, state=None):
-    rows, vocab = logits.shape
-    state = state_after((), rows, vocab) if state is None else state
-    return sampling.unpack(np.asarray(step(logits, knobs, state, positions(rows), np.ones(rows, bool))[3]))
+def columns_of(logits, *requests, output=()):
+    """Columns of four rows, the last request repeated."""
+    requests = [*requests, *requests[-1:] * (4 - len(requests))]
+    vocab = logits.shape[-1]
+    at, active = np.arange(4, dtype=np.int32), np.ones(4, bool)
+    knobs, state = knobs_of(*requests, vocab=vocab), state_after(output, 4, vocab)
+    return sampling.unpack(np.asarray(step(np.broadcast_to(logits, (4, vocab)), knobs, state, at, active)[3]))
 
 
 def assert_describes(columns, row, scores, token):
@@ -381,17 +393,17 @@ def assert_describes(columns, row, scores, token):
 
 
 def test_raw_logprobs_are_of_the_models_own_distribution():
-    logits = np.random.default_rng(8).normal(scale=2, size=(6, 50)).astype(np.float32)
+    logits = np.random.default_rng(8).normal(scale=2, size=(4, 2 * V)).astype(np.float32)
     params = SamplingParams(temperature=4.0, top_k=30, logit_bias={3: 5.0}, logprobs=20)
-    columns = columns_of(logits, knobs_of(*[params] * 6, vocab=50))
+    columns = columns_of(logits, params)
     assert len(set(columns.ranks.tolist())) > 1  # not only the likeliest were drawn
-    for row in range(6):
+    for row in range(4):
         assert_describes(columns, row, logits[row], columns.tokens[row])
 
 
 def test_processed_logprobs_are_of_the_distribution_that_was_sampled_from():
     params = SamplingParams(temperature=2.0, top_k=7, repetition_penalty=1.5, logprobs=5, logprobs_mode="processed")
-    columns = columns_of(LOGITS[None], knobs_of(params), state_after(OUTPUT))
+    columns = columns_of(LOGITS, params, output=OUTPUT)
     with np.errstate(divide="ignore"):
         wanted = np.log(expected_probabilities(LOGITS, params))
     assert columns.logprobs[0] == pytest.approx(wanted[columns.tokens[0]], abs=2e-5)
@@ -403,19 +415,19 @@ def test_processed_logprobs_are_of_the_distribution_that_was_sampled_from():
 
 def test_processed_logprobs_of_a_greedy_row_are_of_the_penalised_logits():
     params = SamplingParams(temperature=0.0, presence_penalty=2.0, logprobs=5, logprobs_mode="processed")
-    columns = columns_of(LOGITS[None], knobs_of(params), state_after(OUTPUT))
+    columns = columns_of(LOGITS, params, output=OUTPUT)
     assert_describes(columns, 0, adjusted_logits(LOGITS, params), columns.tokens[0])
 
 
 def test_rows_that_did_not_ask_for_logprobs_get_zeros():
-    columns = columns_of(np.tile(LOGITS, (2, 1)), knobs_of(GREEDY, replace(GREEDY, logprobs=1)))
+    columns = columns_of(LOGITS, GREEDY, replace(GREEDY, logprobs=1))
     assert columns.logprobs[0] == columns.ranks[0] == 0
     assert not columns.top_tokens[0].any() and not columns.top_logprobs[0].any()
     assert columns.ranks[1] == 1 and columns.logprobs[1] < 0
 
 
 def test_a_vocabulary_under_twenty_leaves_the_other_alternatives_out():
-    columns = columns_of(LOGITS[None, :8], knobs_of(replace(GREEDY, logprobs=20), vocab=8))
+    columns = sampling.unpack(np.asarray(score(LOGITS[None, :8], FIRST)))
     assert sorted(columns.top_tokens[0, :8].tolist()) == list(range(8))
     assert columns.top_tokens[0, 8:].tolist() == [-1] * 12
     assert np.isneginf(columns.top_logprobs[0, 8:]).all()

@@ -12,7 +12,6 @@ from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.errors import ArtifactError, RequestError, UnsupportedModel
 from tests.files import byte_tokenizer_json
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "smollm2-135m.json").read_text())
 LETTERS = list(json.loads(byte_tokenizer_json())["model"]["vocab"])[:256]  # the byte-level letter of each byte
 CONTROL, USER_DEFINED = 3, 4
 # Merged pieces, in the order of their ids from 256 on; "xyz" is in the vocabulary but nothing merges into it
@@ -59,10 +58,10 @@ def demo(demo_path: Path) -> Tokenizer:
     return Tokenizer.from_gguf(open_gguf(demo_path).metadata, demo_path)
 
 
-def test_the_demo_model_reads_text_as_its_authors_tokenizer_does(demo: Tokenizer):
-    for entry in GOLDEN:
+def test_the_demo_model_reads_text_as_its_authors_tokenizer_does(demo: Tokenizer, golden: dict[str, dict[str, Any]]):
+    for name, entry in golden.items():
         tokens = demo.apply_chat_template(entry["messages"]) if "messages" in entry else demo.encode(entry["prompt"])
-        assert tokens == entry["tokens"], entry["name"]
+        assert tokens == entry["tokens"], name
         assert demo.decode(tokens) == entry["rendered"]
         assert demo.decode(entry["greedy"]) == entry["greedy_text"]
 

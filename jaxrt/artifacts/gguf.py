@@ -5,6 +5,7 @@ Block layouts come from the gguf package. Its reader trusts the file, so the hea
 
 import math
 import mmap
+import os
 import re
 import struct
 from dataclasses import dataclass
@@ -348,8 +349,9 @@ def _split_set(path: Path) -> list[Path]:
     stem, number, count = match[1], int(match[2]), int(match[3])
     if not 1 <= number <= count:
         raise ArtifactError(f"part {number} of {count}", path=path, field="file name", expected=f"1 to {count}")
+    regular_size(path)  # what keeps the named part from being opened is said first
     parts = [path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
-    missing = [part.name for part in parts if not part.exists()]
+    missing = [part.name for part in parts if not os.path.exists(part)]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ArtifactError(

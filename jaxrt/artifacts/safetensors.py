@@ -60,8 +60,12 @@ def open_safetensors(directory: Path) -> Checkpoint:
     fewer, and from `read` for integers.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise ArtifactError("no such directory", path=directory, expected="a directory with config.json and weights")
+    if not os.path.isdir(directory):
+        raise ArtifactError(
+            "no such directory, or none that may be read",
+            path=directory,
+            expected="a directory with config.json and weights",
+        )
     shards = _open_weights(directory)
     config = _find(directory, CONFIG)
     if config is None:

@@ -96,13 +96,14 @@ class Tokenizer:
         if not isinstance(text, str):
             raise RequestError(f"text of type {type(text).__name__}", expected="a str")
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}",
                 expected="Unicode text",
                 fix="decode the bytes it came from with errors='replace'",
             ) from None
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of `tokens`; bytes that are no UTF-8 become U+FFFD. Raises: RequestError for ids out of range."""
@@ -215,9 +216,14 @@ class Tokenizer:
         names = ["bos_token"] * begins + ["eos_token"] * ends
         single = [self._special[name] + ":0" for name in names]
         single.insert(int(begins), "$A:0")
-        self._backend.post_processor = processors.TemplateProcessing(
-            single=single, special_tokens=[(self._special[name], self._ids[name]) for name in names]
-        )
+        try:
+            self._backend.post_processor = processors.TemplateProcessing(
+                single=single, special_tokens=[(self._special[name], self._ids[name]) for name in names]
+            )
+        except ValueError as error:  # a token whose text the library's notation cannot hold, such as "a:b"
+            raise ArtifactError(
+                f"{printable(str(single))} around a text: {printable(str(error))}", path=self._path, field="bos_token"
+            ) from error
 
     def _id_of(self, name: str, text: str) -> int:
         token = self._backend.token_to_id(text)

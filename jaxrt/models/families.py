@@ -462,9 +462,7 @@ FAMILIES: dict[str, dict[str, Dialect]] = {
         "gguf": Dialect(
             names=frozenset({"llama"}),
             fixed=_GGUF_FIXED,
-            ignored=frozenset(
-                {"rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"}
-            ),
+            ignored=frozenset({"rope.scaling.original_context_length", "rope.scaling.finetuned"}),
             tensors=_GGUF_TENSORS,
             interleaved=frozenset({"blk.{}.attn_q.weight", "blk.{}.attn_k.weight"}),
             spare=(ROPE_DIVISORS,),

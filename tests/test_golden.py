@@ -1,0 +1,70 @@
+"""The demo model against values from transformers in float32: tokens, greedy continuations, log-likelihoods."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxrt
+from jaxrt.runtime import ModelRuntime
+
+pytestmark = pytest.mark.slow
+
+NAMES = ["capital", "code", "unicode", "numbers", "space", "one-token", "long", "chat", "chat-multi"]
+CLEAR = 0.01  # nat between the best two logits: below it another correct implementation may take the other branch
+NAT = 2e-3
+
+
+@pytest.fixture(scope="module")
+def rt(demo_path: Path) -> Iterator[ModelRuntime]:
+    with jaxrt.load(demo_path) as runtime:
+        yield runtime
+
+
+def test_every_golden_entry_is_tested(golden: dict[str, Any]):
+    assert sorted(golden) == sorted(NAMES)
+
+
+def ask(entry: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": entry["messages"]} if "messages" in entry else {"prompt": entry["prompt"]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompt_tokens_and_greedy_tokens(rt: ModelRuntime, golden: dict[str, Any], name: str):
+    entry = golden[name]
+    params = jaxrt.SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    answer = rt.generate(params=params, **ask(entry))
+    assert list(answer.prompt_tokens) == entry["tokens"]
+    if entry["greedy_margin_min"] >= CLEAR:
+        assert list(answer.tokens) == entry["greedy"]
+    else:  # teacher-forced: each step's argmax on the reference's own path
+        scored = rt.score([[*entry["tokens"], *entry["greedy"]]])[0]
+        missed = [i for i, likeliest in enumerate(scored.greedy[len(entry["tokens"]) :]) if not likeliest]
+        assert len(missed) <= 1  # the step with the small margin
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores(rt: ModelRuntime, golden: dict[str, Any], name: str):
+    entry = golden[name]
+    scored = rt.score([entry["tokens"]])[0]
+    found = -np.array(scored.logprobs[1:], np.float64)
+    np.testing.assert_allclose(found, entry["nll"], atol=NAT, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_next_tokens(rt: ModelRuntime, golden: dict[str, Any], name: str):
+    entry = golden[name]
+    params = jaxrt.SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    found = rt.generate(entry["tokens"], params).logprobs[0].top
+    for token, logprob in entry["next_top5"]:
+        assert abs(found.get(token, -np.inf) - logprob) < NAT
+
+
+def test_a_batch_gives_the_same_tokens_as_each_alone(rt: ModelRuntime, golden: dict[str, Any]):
+    entries = [golden[name] for name in ("capital", "code", "numbers", "space")]
+    assert min(entry["greedy_margin_min"] for entry in entries) > CLEAR
+    params = jaxrt.SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    answers = rt.generate([entry["prompt"] for entry in entries], params)
+    assert [list(answer.tokens) for answer in answers] == [entry["greedy"] for entry in entries]

@@ -194,7 +194,9 @@ def check_gpu(used: str, gpus: Gpus, plugins: Mapping[str, str], environ: Mappin
     if not plugins:
         driver = _version(gpus.driver)
         extra = "cuda12" if driver and driver[0] < CUDA_13_DRIVER else "cuda13"
-        return Finding("GPU", idle, "warn", f'install JAX\'s CUDA plugin: pip install "jaxrt[{extra}]"')
+        return Finding(
+            "GPU", idle, "warn", f'install JAX\'s CUDA plugin: pip install "jax[{extra}]=={jax.__version__}"'
+        )
     if environ.get("JAX_PLATFORMS"):
         return Finding("GPU", idle, "warn", f"JAX_PLATFORMS={environ['JAX_PLATFORMS']} says so; unset it")
     if environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1", "NoDevFiles"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 
 import jax
+import numpy as np
 
 from jaxrt import knobs as knob_arrays
 from jaxrt.errors import ExecutionError, RequestError, SessionPoisoned
@@ -138,7 +139,7 @@ class _Loop:
                 yield from self._events(columns, rows)
         finally:
             with session.lock, suppress(SessionPoisoned):  # which the next use of the session reports
-                if session.owner is self:
+                if session.owner is self and not session.closed:
                     session.owner = None
                     self._leave()
 
@@ -298,11 +299,12 @@ def _sample(session: XlaSession, request: Request, index: int, seed: int) -> _Sa
 
 def _logprobs(columns: Columns, at: int | tuple[int, int], token: int, count: int) -> TokenLogprobs:
     top = zip(columns.top_tokens[at][:count], columns.top_logprobs[at][:count], strict=True)
+    possible = {int(alternative): float(value) for alternative, value in top if value > -np.inf}
     return TokenLogprobs(
         token=token,
         logprob=float(columns.logprobs[at]),
         rank=int(columns.ranks[at]),
-        top={int(alternative): float(value) for alternative, value in top},
+        top=possible,
     )
 
 

@@ -101,12 +101,14 @@ def gguf_bytes(
     metadata = dict(metadata) if alignment == 32 else {**metadata, "general.alignment": alignment}
     header = gguf_start(len(tensors), len(metadata), version)
     header += b"".join(gguf_pair(key, value) for key, value in metadata.items())
-    data = b""
+    parts, offset = [], 0
     for name, tensor in tensors.items():
         stored = tensor if isinstance(tensor, tuple) else (tensor.tobytes(), tensor.shape, _GGML[tensor.dtype])
-        header += gguf_tensor(name, stored[1], stored[2], len(data))
-        data += stored[0] + bytes(-len(stored[0]) % alignment)
-    return header + bytes(-len(header) % alignment) + data
+        header += gguf_tensor(name, stored[1], stored[2], offset)
+        padding = -len(stored[0]) % alignment
+        parts += [stored[0], bytes(padding)]
+        offset += len(stored[0]) + padding
+    return b"".join([header, bytes(-len(header) % alignment), *parts])
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgmlTensor], alignment: int = 32) -> Path:
@@ -118,15 +120,11 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Gg
 
 
 def safetensors_bytes(tensors: Mapping[str, np.ndarray]) -> bytes:
-    header, data = {}, b""
+    header, end = {}, 0
     for name, array in tensors.items():
-        start, data = len(data), data + array.tobytes()
-        header[name] = {
-            "dtype": _SAFETENSORS[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [start, len(data)],
-        }
-    return safetensors_file(json.dumps(header).encode(), data)
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": _SAFETENSORS[array.dtype], "shape": list(array.shape), "data_offsets": [start, end]}
+    return safetensors_file(json.dumps(header).encode(), b"".join(array.tobytes() for array in tensors.values()))
 
 
 def safetensors_file(header: bytes, data: bytes) -> bytes:

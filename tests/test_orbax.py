@@ -163,12 +163,12 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The limit on file sizes stands in for the full disk: writes fail half-way."""
+    """The limit on file sizes stands in for the full disk: a write fails half-way."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(ArtifactError, match="cannot"):
-            save_orbax(tmp_path / "m", LARGE, arrays(LARGE))
+        with pytest.raises(ArtifactError, match="cannot be written: File too large"):
+            save_orbax(tmp_path / "m", CONFIG, arrays(), generation={"note": "x" * 200_000})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []

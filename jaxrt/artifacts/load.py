@@ -50,7 +50,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if MARKER in names:
         return open_orbax(path)
     suffixes = {name.rpartition(".")[2].lower() for name in names}
-    if "config.json" in names and "safetensors" in suffixes:
+    if "config.json" in names and any(".safetensors" in name for name in names):
         return open_safetensors(path)
     models = sorted(name for name in names if name.lower().endswith(".gguf"))
     if len({_SPLIT.sub("-split", name) for name in models}) == 1:

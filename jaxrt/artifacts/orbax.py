@@ -64,7 +64,7 @@ def save_orbax(
         unfinished.mkdir(parents=True)
         for name, text in texts.items():
             (unfinished / name).write_text(text, encoding="utf-8")
-        _save_arrays(unfinished / WEIGHTS, arrays)
+        _save_arrays(unfinished / WEIGHTS, arrays, directory)
         body = {
             "format": FORMAT,
             "config": dataclasses.asdict(config),
@@ -254,7 +254,7 @@ def _groups(headers: Mapping[str, TensorHeader]) -> dict[str, list[str]]:
     return {name: group for group in groups for name in group}
 
 
-def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray], directory: Path) -> None:
     from orbax.checkpoint import v1 as ocp  # two seconds of import, wanted by few programs
 
     context = ocp.Context()
@@ -266,7 +266,9 @@ def _save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     except OSError:
         raise
     except Exception as error:
-        raise ArtifactError(f"Orbax cannot save: {printable(str(error), 400)}", path=path) from error
+        raise ArtifactError(
+            f"Orbax cannot save: {printable(str(error), 400)}", path=directory, fix="check space and permissions"
+        ) from error
 
 
 def from_json(kind: Any, value: Any, path: Path, field: str) -> Any:

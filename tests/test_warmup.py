@@ -1,0 +1,91 @@
+"""After a warm-up nothing compiles, whatever is asked for within it, and nothing stays behind on the device."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxrt
+from jaxrt.backend import ModelSource, XlaBackend
+from jaxrt.runtime import ModelRuntime
+from tests.tiny import CONFIG, random_weights
+
+
+def random_params(draw: random.Random, vocab: int) -> jaxrt.SamplingParams:
+    """Every knob on now and then, the same for no two requests."""
+    maybe: dict[str, Any] = {
+        "top_k": draw.randint(1, 2 * vocab),
+        "top_p": draw.uniform(0.05, 1.0),
+        "min_p": draw.uniform(0.0, 0.5),
+        "presence_penalty": draw.uniform(-2, 2),
+        "frequency_penalty": draw.uniform(-2, 2),
+        "repetition_penalty": draw.uniform(0.5, 2),
+        "seed": draw.getrandbits(64),
+        "stop_token_ids": [draw.randrange(vocab) for _ in range(3)],
+        "logit_bias": {draw.randrange(vocab): draw.uniform(-100, 100) for _ in range(4)},
+        "allowed_token_ids": [draw.randrange(vocab) for _ in range(20)],
+        "min_tokens": 2,
+        "logprobs": draw.randint(0, 20),
+        "prompt_logprobs": draw.randint(0, 20),
+        "ignore_eos": True,
+        "logprobs_mode": "processed",
+    }
+    chosen = {name: value for name, value in maybe.items() if draw.random() < 0.3}
+    return jaxrt.SamplingParams(
+        temperature=draw.choice([0.0, 0.5, 1.0, 1.7]), max_tokens=draw.choice([2, 5, 17, 40]), **chosen
+    )
+
+
+def random_requests(runtime: ModelRuntime, count: int, longest: int, seed: int) -> None:
+    draw, vocab = random.Random(seed), runtime.config.vocab
+    for _ in range(count):
+        prompts = [
+            [draw.randrange(vocab) for _ in range(int(longest ** draw.random()))] for _ in range(draw.randint(1, 4))
+        ]
+        params = random_params(draw, vocab)
+        if len(prompts) == 1 and draw.random() < 0.3:
+            events = list(runtime.stream(prompts[0], params))
+            assert events[-1].generation is not None
+            continue
+        answers = runtime.generate(prompts if len(prompts) > 1 else prompts[0], params)
+        for answer in answers if isinstance(answers, list) else [answers]:
+            assert 1 <= len(answer.tokens) <= params.max_tokens
+    runtime.score([[draw.randrange(vocab) for _ in range(longest)]])
+
+
+def settled_arrays() -> int:
+    return len(jax.live_arrays())
+
+
+def test_two_hundred_random_requests_compile_nothing():
+    source = ModelSource(CONFIG, jax.tree.map(jnp.asarray, random_weights()))
+    with ModelRuntime.prepare(XlaBackend(), source) as runtime:
+        seen: list[tuple[int, int]] = []
+        made = runtime.warmup(rows=4, capacity=2_048, progress=lambda done, total, name: seen.append((done, total)))
+        assert made <= 20 and seen[-1] == (made, made) and len(seen) == made
+        random_requests(runtime, 3, 1_500, seed=0)
+        before = settled_arrays()
+        with jaxrt.forbid_compile():
+            random_requests(runtime, 200, 1_500, seed=1)
+        assert settled_arrays() <= before
+
+
+@pytest.mark.slow
+def test_twenty_random_requests_on_the_demo_model_compile_nothing(demo_path: Path):
+    with jaxrt.load(demo_path) as runtime:
+        runtime.warmup(rows=4, capacity=2_048)
+        random_requests(runtime, 1, 200, seed=0)
+        before = settled_arrays()
+        with jaxrt.forbid_compile():
+            random_requests(runtime, 20, 1_500, seed=2)
+        assert settled_arrays() <= before
+
+
+@pytest.mark.parametrize("arguments", [{"rows": 0}, {"rows": 1.5}, {"capacity": 0}, {"capacity": True}])
+def test_a_warm_up_of_nothing_is_refused(arguments: dict[str, Any]):
+    source = ModelSource(CONFIG, jax.tree.map(jnp.asarray, random_weights()))
+    with ModelRuntime.prepare(XlaBackend(), source) as runtime, pytest.raises(jaxrt.RequestError):
+        runtime.warmup(**arguments)

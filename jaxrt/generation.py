@@ -76,7 +76,7 @@ def stream(session: XlaSession, requests: list[Request], given: XlaSession | Non
 
 def generate(session: XlaSession, requests: list[Request], given: XlaSession | None) -> list[Generation]:
     """The answers in order. Where n > 1 a request's first sample holds them all."""
-    answers: dict[int, list[Generation]] = {}
+    answers: dict[int, list[tuple[int, Generation]]] = {}
     for event in _stream(session, requests, given, streaming=False):
         if event.generation is not None:
             answers.setdefault(event.row, []).append((event.index, event.generation))
@@ -114,7 +114,9 @@ class _Loop:
         self.session, self.append, self.streaming = session, append, streaming
         self.samples = [_sample(session, *one) for one in wanted]
         self.in_flight: deque[tuple[int, tuple[int, ...]]] = deque()  # positions and rows of what is not read yet
-        self.knobs: Knobs | None = None  # of all rows
+        self.knobs = knob_arrays.neutral(
+            session.rows, session.model.config.vocab
+        )  # of all rows, until they are admitted
         self.token_s = EVENT_S  # what a position takes, as last seen
         self.clock = _Clock()
         self.compiled = compiles().misses
@@ -290,7 +292,7 @@ def _sample(session: XlaSession, request: Request, index: int, seed: int) -> _Sa
     if tokenizer is not None:
         text = TextStream(
             tokenizer,
-            stop=params.stop,
+            stop=tuple(params.stop),
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
         )

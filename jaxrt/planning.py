@@ -61,7 +61,7 @@ class ModelPlan:
             ("row buckets", ", ".join(map(str, self.rows))),
             ("capacity buckets", ", ".join(f"{c:,}" for c in self.capacities)),
             ("prefill lengths", ", ".join(map(str, self.prefill_lengths))),
-            ("compiles", f"{self.compiles} for a full warm-up; the first token needs 2"),
+            ("compiles", f"{self.compiles} for a full warm-up; the first token needs 3"),
             ("context", f"{self.context:,} tokens"),
         ]
 

@@ -13,6 +13,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from jaxrt.errors import CompileForbidden, ContextError, nearest
 
@@ -24,14 +25,12 @@ Env = Mapping[str, Array]  # symbol -> traced int32 scalar
 class Program:
     """A named pure function `fn(values, env) -> {target: pytree}`.
 
-    values: name -> pytree of arrays. env: symbol name -> int32 scalar. constants: values that no context holds,
-    uploaded when the program runs. updates: {"kv": "kv_next"} makes target `kv_next` the context's new `kv`, whose
-    old buffers are donated.
+    values: name -> pytree of arrays. env: symbol name -> int32 scalar. updates: {"kv": "kv_next"} makes target
+    `kv_next` the context's new `kv`, whose old buffers are donated.
     """
 
     fn: Callable[[Values, Env], Mapping[str, Any]]
     name: str = field(kw_only=True)
-    constants: Values = field(default_factory=dict, kw_only=True)
     updates: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
 
@@ -81,13 +80,11 @@ def plan(
     specs: Mapping[str, Any],
     targets: Sequence[str],
     symbols: Sequence[str] = (),
-    options: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Trace, lower and compile `program` for inputs of the given shapes.
 
     specs: input name -> pytree of arrays or ShapeDtypeStructs. Only `targets`, and those that update an input, are
     computed.
-    options: XLA's compiler options.
 
     Raises: ContextError for a value or target the program does not know; CompileForbidden under `forbid_compile()`.
     Blocks: for as long as XLA compiles.
@@ -129,7 +126,7 @@ def plan(
     started = time.perf_counter()
     with _ledger.watch() as seen:
         lowered = jax.jit(flat, donate_argnums=donate, keep_unused=True).lower(*arguments)
-        executable = lowered.compile(compiler_options=dict(options) if options else None)
+        executable = lowered.compile()
     return Plan(
         name=program.name,
         inputs=inputs,
@@ -148,7 +145,7 @@ def _slot(name: str, tree: Any) -> Slot:
 
 
 def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
-    placed = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer)
+    placed = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, Tracer)
     sharding = leaf.sharding if placed else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -201,7 +198,7 @@ class _Ledger:
         if event == "/jax/compilation_cache/cache_hits":
             self._threads.hit = True
 
-    def _on_duration(self, event: str, seconds: float, **facts: Any) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **facts: Any) -> None:
         if event != "/jax/core/compile/backend_compile_duration":
             return
         hit = self._threads.__dict__.pop("hit", False)
@@ -209,7 +206,7 @@ class _Ledger:
             for count in filter(None, (self.total, self._count())):
                 count.hits += hit
                 count.misses += not hit
-                count.seconds += seconds
+                count.seconds += duration_secs
         if self.forbidden:
             raise CompileForbidden(
                 f"{facts.get('fun_name', 'a function')} was {'loaded from the cache' if hit else 'compiled'}",

@@ -24,16 +24,17 @@ def attend(queries: Array, keys: Array, values: Array, positions: Array) -> Arra
 
 
 def _attend_many(queries: Array, keys: Array, values: Array, visible: Array) -> Array:
+    keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
     scores = jnp.einsum("btkgh,bkhs->bkgts", queries, keys, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bkgts,bksh->btkgh", weights.astype(values.dtype), values)
+    return jnp.einsum("bkgts,bksh->btkgh", weights.astype(queries.dtype), values)
 
 
 def _attend_one(queries: Array, keys: Array, values: Array, visible: Array) -> Array:
     """The same for a single query, as multiply and sum: XLA's CPU dots take 1.2 x as long at this shape."""
-    queries = queries[:, 0].astype(jnp.float32)  # [B, K, G, H]
-    scores = jnp.sum(queries[..., None] * keys.astype(jnp.float32)[:, :, None], axis=3)  # [B, K, G, S]
+    wide = queries[:, 0].astype(jnp.float32)  # [B, K, G, H]
+    scores = jnp.sum(wide[..., None] * keys.astype(jnp.float32)[:, :, None], axis=3)  # [B, K, G, S]
     scores = jnp.where(visible[:, 0, None, None], scores, -jnp.inf)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     mixed = jnp.sum(weights[..., None] * values.astype(jnp.float32)[:, :, None], axis=3)  # [B, K, G, H]
-    return (mixed / jnp.sum(weights, axis=-1, keepdims=True)).astype(values.dtype)[:, None]
+    return (mixed / jnp.sum(weights, axis=-1, keepdims=True)).astype(queries.dtype)[:, None]

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrt import cache, sampling, weights
+from jaxrt import cache, sampling
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.config import ModelConfig
 from jaxrt.decode_session import Bucket, BucketPolicy, DecodeSession, Recipe
 from jaxrt.models import steps
 from jaxrt.program import Program
 from jaxrt.requests import SamplingParams
+from jaxrt.weights import Weights
 
 
 @dataclass(eq=False)
@@ -22,7 +23,7 @@ class XlaModel:
     """What every session of one model shares. `policy` widens as requests need more rows or capacity."""
 
     config: ModelConfig
-    weights: weights.Weights
+    weights: Weights
     cache_dtype: Any
     device: jax.Device
     tokenizer: Tokenizer | None = None
@@ -51,7 +52,7 @@ class XlaModel:
     def close(self) -> None:
         """Drop the weights and the executables."""
         self.decode_session.close()
-        self.weights = None
+        del self.weights
 
     def recipe(self, bucket: Bucket) -> Recipe:
         """What the plan of `bucket` is made from."""

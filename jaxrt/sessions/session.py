@@ -258,11 +258,8 @@ class XlaSession:
             self._unread.append(_Unread(output, tuple(range(self.rows)), positions if counted else size, forced))
         return output
 
-    def collect(self) -> np.ndarray | None:
-        """The oldest submission's packed columns, int32 [rows, n, C], noted in the mirror; None when all are read.
-        Blocks."""
-        if not self._unread:
-            return None
+    def collect(self) -> np.ndarray:
+        """The oldest unread submission's packed columns, int32 [rows, n, C], noted in the mirror. Blocks."""
         unread = self._unread.popleft()
         packed = unread.output.read()
         for position, index in enumerate(unread.rows):

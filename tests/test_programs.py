@@ -1,4 +1,5 @@
-"""What XLA makes of the programs: nothing as large as a weight or a cache is copied, every donated buffer is used in place."""
+"""What XLA makes of the programs: nothing as large as a weight or a cache is copied, every donated buffer is used in
+place."""
 
 import re
 import subprocess

@@ -1,6 +1,7 @@
 """Sessions: submissions, rows, growth, rewinding, donated buffers, and what happens when a call goes wrong."""
 
 import threading
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -93,6 +94,18 @@ def test_capacity_grows_and_keeps_what_was_there():
     output = session.prefill(PrefillInput([1] * 500)).wait()
     assert session.capacity == 2_048 and list(session.lengths) == [540]
     assert close(output.read_logits()[0, 0], expected_logits(PROMPT + [1] * 500))
+
+
+def test_a_session_outlives_a_change_of_the_bucket_ladder():
+    model = make_model(replace(CONFIG, context=8_192))
+    session = XlaSession(model)
+    session.prefill(PrefillInput(PROMPT + [1] * 500))
+    assert session.capacity == 2_048
+    model.cover(rows=4, capacity=8_192)  # few enough executables only without the 2,048
+    assert model.policy.capacities == (512, 8_192)
+    output = session.prefill(PrefillInput([1] * 1_600)).wait()
+    assert session.capacity == 8_192
+    assert close(output.read_logits()[0, 0], expected_logits(PROMPT + [1] * 2_100))
 
 
 def test_rewind_and_replay_is_bitwise_the_same():

@@ -20,7 +20,8 @@ from jaxrt.artifacts.safetensors import open_safetensors
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.config import ModelConfig
 from jaxrt.errors import ArtifactError, RequestError
-from jaxrt.models.families import Keys, Rule, Source, spare_tensors, tensor_rules
+from jaxrt.models.families import Rule, Source, spare_tensors, tensor_rules
+from jaxrt.models.keys import Keys
 from jaxrt.requests import MAX_TOKENS, SamplingParams
 from jaxrt.weights import ArraySpec, Matrix, Weights, abstract, named, nbytes, unnamed
 

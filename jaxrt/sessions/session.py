@@ -282,13 +282,15 @@ class XlaSession:
         `end`."""
         policy = self.model.widen(self.rows, min(end, self.model.config.context))
         first, last = policy.capacity_for(reach), policy.capacity_for(min(end, self.model.config.context))
-        lengths = sorted({length for prompt in prompts for length in policy.chunks(prompt)})
         size = policy.platform.positions[-1]
-        rungs = [rung for rung in policy.capacities if first <= rung <= last]
-        found = [Bucket("prefill", 1, first, length) for length in lengths]
+        widths = sorted({1, self.rows})
+        steps = [*pairwise(rung for rung in policy.capacities if rung <= first)]
+        found = [] if self.capacity else [Bucket("make", width, policy.capacities[0]) for width in widths]
+        found += [Bucket("grow", width, *step) for step in steps if step[0] >= self.capacity for width in widths]
+        found += [Bucket("prefill", 1, first, n) for n in sorted({n for p in prompts for n in policy.chunks(p)})]
         found += [FIRST, *([Bucket("move", self.rows, first)] if self.rows > 1 else [])]
         found.append(Bucket("decode", self.rows, first, size))
-        for smaller, larger in pairwise(rungs[:2]):
+        for smaller, larger in [*pairwise(rung for rung in policy.capacities if first <= rung <= last)][:1]:
             found += [Bucket("grow", self.rows, smaller, larger), Bucket("decode", self.rows, larger, size)]
         self.model.decode_session.prepare(found)
 
@@ -298,7 +300,8 @@ class XlaSession:
         if self.capacity >= wanted and "kv" in self.context:
             return
         lanes = ((self.rows, {}),) if self.rows == 1 else ((self.rows, {}), (1, LANE))
-        rungs = [rung for rung in self.model.policy.capacities if self.capacity <= rung <= wanted]
+        start = self.capacity or self.model.policy.capacities[0]
+        rungs = [start, *(rung for rung in self.model.policy.capacities if start < rung <= wanted)]
         with self._submitting():
             for rows, names in lanes:
                 if not self.capacity:

@@ -66,7 +66,7 @@ class SamplingParams:
         known = {f.name for f in dataclasses.fields(cls)}
         for name in named:
             if name not in known:
-                raise RequestError(f"unknown sampling parameter {_shown(name)}", fix=nearest(name, known))
+                raise RequestError(f"unknown sampling parameter {shown(name)}", fix=nearest(name, known))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class SamplingParams:
         value = getattr(self, name)
         if name in _OPTIONAL and value is None:
             return
-        if not _is_whole(value) or not low <= value <= high:
+        if not is_whole(value) or not low <= value <= high:
             _refuse(name, value, f"a whole number between {low} and {high:,}")
         self._set(name, int(value))
 
@@ -144,10 +144,11 @@ _OPTIONAL = ("logprobs", "prompt_logprobs", "seed")
 
 
 def _refuse(name: str, value: object, expected: str) -> NoReturn:
-    raise RequestError(f"{name}={_shown(value)}", expected=expected)
+    raise RequestError(f"{name}={shown(value)}", expected=expected)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """The value as it is written, cut short."""
     try:
         text = repr(value)
     except ValueError:  # a whole number of thousands of digits
@@ -159,7 +160,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Whether the value is an integer, numpy's included; True and False are none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -187,7 +189,7 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 
 
 def _token_id(name: str, value: Any) -> int:
-    if not _is_whole(value) or not 0 <= value < MAX_TOKENS:
+    if not is_whole(value) or not 0 <= value < MAX_TOKENS:
         _refuse(name, value, "token ids: whole numbers, zero or more")
     return int(value)
 

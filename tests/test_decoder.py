@@ -54,6 +54,17 @@ def test_chunks_equal_one_pass(sizes: list[int]):
     assert np.abs(chunked(tree, TOKENS, sizes) - expected).max() < CLOSE * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("capacity", [128, 129, 200, 512, 600, 1_100])
+def test_blocks_of_attention_change_nothing(capacity: int):
+    """Capacities that are and are not whole blocks, of many queries and of one; a block that reaches back counts
+    once."""
+    tree = random_weights()
+    tokens = list(np.random.default_rng(2).integers(0, CONFIG.vocab, min(capacity, 560)))
+    sizes = [len(tokens) - 70, 68, 1, 1]
+    expected = reference.logits(CONFIG, tree, tokens)
+    assert np.abs(chunked(tree, tokens, sizes, capacity) - expected).max() < CLOSE * np.abs(expected).max()
+
+
 def test_rows_do_not_see_each_other():
     tree = random_weights()
     tokens = np.array([TOKENS[:8], TOKENS[8:16], TOKENS[:8]], np.int32)

@@ -1,6 +1,7 @@
 """The `jaxrt` command. Answers go to stdout; progress, statistics and errors to stderr. Heavy imports wait until a
 command runs."""
 
+import io
 import json
 import logging
 import os
@@ -255,11 +256,15 @@ def score(texts: tuple[str, ...], model: str, as_json: bool, **options: Any) -> 
 def main() -> None:
     """Entry point: exit codes 0, 1 for a failure, 2 for wrong usage, 130 and 143 for SIGINT and SIGTERM."""
     signal.signal(signal.SIGTERM, _terminate)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot write a character shows another
+            stream.reconfigure(errors="replace")
     debug = "--debug" in sys.argv[1:]
     code: int | None = None
     try:
         commands.main(args=_debug_first(sys.argv[1:]), prog_name="jaxrt", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
     except click.exceptions.Exit as done:
         code = done.exit_code
     except click.ClickException as error:
@@ -268,8 +273,13 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         code = 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # a reader that has gone is no news; a full disk is
+        if debug:
+            raise
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            click.echo(f"jaxrt: {error}", err=True)
         code = 1
     except JaxrtError as error:
         if debug:

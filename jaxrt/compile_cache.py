@@ -17,7 +17,8 @@ log = logging.getLogger("jaxrt")
 
 
 def default_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrt" / "xla"
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "jaxrt" / "xla"
 
 
 def enable(directory: Path | None = None) -> Path | None:
@@ -27,14 +28,14 @@ def enable(directory: Path | None = None) -> Path | None:
     """
     if jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)
-    directory = directory or default_directory()
     try:
+        directory = directory or default_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         problem = _make_private(directory)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         problem = str(error)
     if problem:
-        log.warning("compile cache off: %s: %s", directory, problem)
+        log.warning("compile cache off: %s: %s", directory or "no directory", problem)
         return None
     heal(directory)
     for option, value in {

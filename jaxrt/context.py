@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.errors
 from jax import Array
 
-from jaxrt.errors import ContextError, SessionPoisoned, TopologyChanged, nearest
+from jaxrt.errors import ContextError, ExecutionError, SessionPoisoned, TopologyChanged, nearest
 from jaxrt.program import Plan
 
 if TYPE_CHECKING:
@@ -139,6 +140,10 @@ class InferenceContext(MutableMapping[str, PyTree]):
             lost = self._mark_lost(plan, names)
             if lost and isinstance(error, RuntimeError):
                 raise _poisoned(lost) from error
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                raise ExecutionError(
+                    f"{plan.name} failed: {error}", fix="free device memory, or ask for fewer rows or tokens"
+                ) from error
             raise
 
     def _take_back(self, plan: Plan, outputs: tuple[Array, ...], names: Mapping[str, str]) -> dict[str, tuple]:

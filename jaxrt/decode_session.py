@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from jaxrt.errors import CapacityError
+from jaxrt.errors import CapacityError, ContextError
 from jaxrt.program import Plan, Program, in_background, plan
 
 MAX_COMPILES = 20  # of one warm-up
@@ -236,7 +236,10 @@ class DecodeSession:
         """Drop the plans; compiles under way finish, queued ones do not start."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         with self._lock:
+            left = [future for future in self._plans.values() if not future.done()]
             self._plans.clear()
+        for future in left:  # those that never started: whoever waits for them learns it
+            future.set_exception(ContextError("closed before it was compiled"))
 
     def _make(self, bucket: Bucket, future: "Future[Plan]") -> None:
         try:

@@ -18,6 +18,7 @@ from jaxrt.program import compiles
 from jaxrt.prompts import Request
 from jaxrt.requests import FinishReason, Generation, GenerationStats, TokenEvent, TokenLogprobs
 from jaxrt.sampling import Columns, Knobs, unpack
+from jaxrt.sessions.outputs import XlaOutput
 from jaxrt.sessions.session import XlaSession
 from jaxrt.text import TextStream
 
@@ -113,7 +114,9 @@ class _Loop:
     ) -> None:
         self.session, self.append, self.streaming = session, append, streaming
         self.samples = [_sample(session, *one) for one in wanted]
-        self.in_flight: deque[tuple[int, tuple[int, ...]]] = deque()  # positions and rows of what is not read yet
+        # positions, rows and output of what is not read yet
+        self.in_flight: deque[tuple[int, tuple[int, ...], XlaOutput]] = deque()
+        self.begun: list[tuple[int, int | None]] = []  # where each row stood: tokens in the cache, and one after them
         self.knobs = knob_arrays.neutral(
             session.rows, session.model.config.vocab
         )  # of all rows, until they are admitted
@@ -148,33 +151,38 @@ class _Loop:
     def _admit(self) -> None:
         """Prefill every row, each request once however many samples it has, and submit the first tokens."""
         session, model = self.session, self.session.model
-        fed = [self._feed(row, sample) for row, sample in enumerate(self.samples)]
-        for row, (sample, tokens) in enumerate(zip(self.samples, fed, strict=True)):
-            sample.kept = (len(session.tokens[row]) if self.append else 0) + len(tokens)
+        found = [self._feed(row, sample) for row, sample in enumerate(self.samples)]
+        fed, prompts = [tokens for _, tokens in found], [[*held, *tokens] for held, tokens in found]
+        for sample, prompt in zip(self.samples, prompts, strict=True):
+            sample.kept = len(prompt)
             sample.limit = min(sample.request.params.max_tokens, model.config.context - sample.kept)
         reach = max(sample.kept + min(sample.limit, session.positions) for sample in self.samples)
-        if not self.append:
+        self.knobs = self._make_knobs(range(len(self.samples)), prompts, session.rows)
+        again = [len(tokens) > len(sample.request.tokens) for tokens, sample in zip(fed, self.samples, strict=True)]
+        self.begun = [(len(held), tokens[0] if one else None) for (held, tokens), one in zip(found, again, strict=True)]
+        if self.append:
+            session.keep([length for length, _ in self.begun])
+        else:
             session.start_anew(reach)
         session.anticipate([len(tokens) for tokens in fed], reach, max(s.kept + s.limit for s in self.samples))
-        prompts = [[*held, *tokens] for held, tokens in zip(session.tokens, fed, strict=False)]
-        self.knobs = self._make_knobs(range(len(self.samples)), prompts, session.rows)
         for _, group in groupby(range(len(self.samples)), key=lambda row: self.samples[row].request.row):
             rows = tuple(group)
             asked = self.samples[rows[0]].request.params.prompt_logprobs
             one_row = [self._make_knobs([row], prompts, 1) for row in rows]
             output = session.admit(rows, fed[rows[0]], one_row, score=0 if asked is None else 1 + (asked > 0))
-            self.in_flight.append((1, rows))
+            self.in_flight.append((1, rows, output))
             if asked is not None:
                 scores = unpack(output.read_scores())
-                described = [_logprobs(scores, i, token, asked) for i, token in enumerate(fed[rows[0]][1:])]
+                described = [None, *(_logprobs(scores, i, token, asked) for i, token in enumerate(fed[rows[0]][1:]))]
                 for row in rows:
-                    self.samples[row].prompt_logprobs = (None, *described)
+                    self.samples[row].prompt_logprobs = tuple(described[again[row] :])
 
-    def _feed(self, row: int, sample: _Sample) -> list[int]:
-        """The tokens to prefill: the prompt, after a last sampled token that is not in the cache yet."""
+    def _feed(self, row: int, sample: _Sample) -> tuple[Sequence[int], list[int]]:
+        """The tokens to keep, and those to prefill: the prompt, after a last sampled token that is not in the cache
+        yet."""
         tokens = list(sample.request.tokens)
         if not self.append:
-            return tokens
+            return (), tokens
         held, cached = self.session.tokens[row][: sample.request.keep], int(self.session.lengths[row])
         if not held and not tokens:
             raise RequestError(
@@ -183,8 +191,7 @@ class _Loop:
         start = min(cached, len(held))
         if not tokens and start == len(held):
             start -= 1  # the logits after its last token are gone: run that token again
-        self.session.keep_row(row, start)
-        return [*held[start:], *tokens]
+        return held[:start], [*held[start:], *tokens]
 
     def _make_knobs(self, rows: Sequence[int], prompts: list[list[int]], width: int) -> Knobs:
         samples = [self.samples[row] for row in rows]
@@ -207,10 +214,11 @@ class _Loop:
         session = self.session
         while len(self.in_flight) < 2 and (positions := self._next_positions()):
             halted = [HALT if s.finish is not None else FREE for s in self.samples]
-            session.step(positions, self.knobs, [*halted, *[FREE] * (session.rows - len(halted))])
-            self.in_flight.append((positions, tuple(range(len(self.samples)))))
-        positions, rows = self.in_flight.popleft()
-        columns = unpack(session.collect())
+            forced = [*halted, *[HALT] * (session.rows - len(halted))]
+            output = session.step(positions, self.knobs, forced, self._reach(positions))
+            self.in_flight.append((positions, tuple(range(len(self.samples))), output))
+        positions, rows, output = self.in_flight.popleft()
+        columns = unpack(session.collect(output))
         self.token_s = self.clock.lap() / positions
         return columns, rows
 
@@ -221,9 +229,18 @@ class _Loop:
                 if self.samples[row].finish is None and columns.tokens[place, position] >= 0:
                     yield self._event(row, columns, (place, position))
 
+    def _going(self) -> list[tuple[_Sample, int]]:
+        """The samples that are not finished, with their tokens so far, those under way included."""
+        under_way = [sum(count for count, rows, _ in self.in_flight if row in rows) for row in range(len(self.samples))]
+        pairs = zip(self.samples, under_way, strict=True)
+        return [(sample, len(sample.tokens) + ahead) for sample, ahead in pairs if sample.finish is None]
+
+    def _reach(self, positions: int) -> int:
+        """Most tokens in a row's cache after so many further positions: none goes beyond its own limit."""
+        return max(sample.kept + min(sample.limit, count + positions) - 1 for sample, count in self._going())
+
     def _next_positions(self) -> int:
-        ahead = [sum(count for count, rows in self.in_flight if row in rows) for row in range(len(self.samples))]
-        needed = [s.limit - len(s.tokens) - a for s, a in zip(self.samples, ahead, strict=True) if s.finish is None]
+        needed = [sample.limit - count for sample, count in self._going()]
         most = max(1, int(EVENT_S / self.token_s)) if self.streaming else self.session.positions
         return max(0, min(max(needed, default=0), most, self.session.positions))
 
@@ -282,8 +299,11 @@ class _Loop:
 
     def _leave(self) -> None:
         """Leave the session where the answers end: what ran ahead of a stop string is out of sight."""
-        kept = [sample.kept + len(sample.tokens) for sample in self.samples]
-        self.session.keep([*kept, *[0] * (self.session.rows - len(kept))])
+        spare = [0] * (self.session.rows - len(self.samples))
+        if any(sample.tokens for sample in self.samples):
+            self.session.keep([*(sample.kept + len(sample.tokens) for sample in self.samples), *spare])
+        elif self.begun:  # a request that gave nothing leaves it as it was
+            self.session.keep([*(length for length, _ in self.begun), *spare], [token for _, token in self.begun])
 
 
 def _sample(session: XlaSession, request: Request, index: int, seed: int) -> _Sample:

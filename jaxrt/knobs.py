@@ -56,9 +56,8 @@ def make_knobs(
     """
     _check_tokens("end-of-sequence tokens", eos, vocab)
     for params, prompt, words in zip(requests, prompts, bad_words, strict=True):
-        check(params, vocab)
+        check(params, vocab, words)
         _check_tokens("prompt", prompt if params.repetition_penalty != 1 else (), vocab)
-        _check_words(words, vocab)
     off = neutral(len(requests) if rows is None else rows, vocab)
     floats, ints, keys = off.floats.copy(), off.ints.copy(), off.keys.copy()
     for row, params in enumerate(requests):
@@ -79,8 +78,10 @@ def make_knobs(
     )
 
 
-def check(params: SamplingParams, vocab: int) -> None:
-    """Raises: RequestError for a token id that the vocabulary does not have, naming the knob."""
+def check(params: SamplingParams, vocab: int, words: Words = ()) -> None:
+    """Raises: RequestError for a token id that the vocabulary does not have, naming the knob, or bad words (in tokens)
+    that are too many or too long."""
+    _check_words(words, vocab)
     _check_tokens("logit_bias", params.logit_bias, vocab)
     _check_tokens("allowed_token_ids", params.allowed_token_ids or (), vocab)
     _check_tokens("stop_token_ids", params.stop_token_ids, vocab)

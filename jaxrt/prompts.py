@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from jaxrt import knobs as knob_arrays
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.errors import CapacityError, RequestError
-from jaxrt.requests import SamplingParams
+from jaxrt.requests import SamplingParams, is_list, is_whole, shown
 from jaxrt.sessions.model import XlaModel
 from jaxrt.sessions.session import XlaSession
 
@@ -61,7 +59,9 @@ def requests_of(
                 f"n={params.n} in a given session", fix="leave session= out, or ask once for each sample"
             )
     bad_words = _bad_words(model, params)
-    _check_ids(model, params)
+    knob_arrays.check(params, model.config.vocab, bad_words)
+    if params.stop and model.tokenizer is None:
+        raise RequestError("stop strings for a model without a tokenizer", fix="use stop_token_ids")
     requests = []
     for row, tokens in enumerate(prompts):
         _check_prompt(model, tokens)
@@ -88,31 +88,36 @@ def _prompts(
             return [() for _ in range(session.rows)], session.rows == 1
         raise RequestError("both or neither of prompt and messages", expected="exactly one")
     if messages is not None:
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise RequestError("messages that are no list", expected="a list of {'role': ..., 'content': ...}")
-        single = isinstance(messages[0], Mapping)
+        single = _is_list(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if single else messages
-        return [tokenizer_of(model).apply_chat_template(list(conversation)) for conversation in conversations], single
+        if not _is_list(conversations) or not all(map(_is_list, conversations)):
+            raise RequestError("messages that are no list", expected="a list of {'role': ..., 'content': ...}")
+        prompts = [tokenizer_of(model).apply_chat_template(list(conversation)) for conversation in conversations]
+        if not all(prompts):
+            raise RequestError("messages that the chat template writes as nothing", expected="at least one token")
+        return prompts, single
     if isinstance(prompt, str):
-        return [_encode(model, prompt, session)], True
+        return [_encode(model, prompt, session, 0)], True
     if not _is_list(prompt):
-        raise RequestError(f"a prompt of {_shown(prompt)}", expected=PROMPTS)
+        raise RequestError(f"a prompt of {shown(prompt)}", expected=PROMPTS)
     if not isinstance(prompt[0], str) and not _is_list(prompt[0]):
         return [list(prompt)], True
     for one in prompt:
         if not isinstance(one, str) and not _is_list(one):
-            raise RequestError(f"a prompt of {_shown(one)} in a list of them", expected=PROMPTS)
-    return [_encode(model, one, session) if isinstance(one, str) else list(one) for one in prompt], False
+            raise RequestError(f"a prompt of {shown(one)} in a list of them", expected=PROMPTS)
+    return [
+        _encode(model, one, session, row) if isinstance(one, str) else list(one) for row, one in enumerate(prompt)
+    ], False
 
 
 def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes) and len(value) > 0
+    return is_list(value) and len(value) > 0
 
 
-def _encode(model: XlaModel, text: str, session: XlaSession | None) -> list[int]:
+def _encode(model: XlaModel, text: str, session: XlaSession | None, row: int) -> list[int]:
     if not text:
         raise RequestError("an empty prompt", expected="at least one character")
-    begins = session is None or not any(session.tokens)  # only the beginning of a sequence gets a BOS
+    begins = session is None or not any(session.tokens[row : row + 1])  # only the beginning of a sequence gets a BOS
     return tokenizer_of(model).encode(text, add_special_tokens=begins)
 
 
@@ -124,21 +129,8 @@ def _common(held: Sequence[int], tokens: Sequence[int]) -> int:
 
 def _check_prompt(model: XlaModel, tokens: Sequence[Any]) -> None:
     for token in tokens:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < model.config.vocab:
-            raise RequestError(
-                f"token id {_shown(token)}", expected=f"whole numbers from 0 to {model.config.vocab - 1}"
-            )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{type(value).__name__} {text[:60]}..."
-
-
-def _check_ids(model: XlaModel, params: SamplingParams) -> None:
-    knob_arrays.check(params, model.config.vocab)
-    if params.stop and model.tokenizer is None:
-        raise RequestError("stop strings for a model without a tokenizer", fix="use stop_token_ids")
+        if not is_whole(token) or not 0 <= token < model.config.vocab:
+            raise RequestError(f"token id {shown(token)}", expected=f"whole numbers from 0 to {model.config.vocab - 1}")
 
 
 def _bad_words(model: XlaModel, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

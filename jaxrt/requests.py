@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NoReturn
 
+import numpy as np
+
 from jaxrt.errors import RequestError, nearest
 
 MAX_SAMPLES = 1_024  # vLLM allows 16,384; a bounded `n` cannot be used to exhaust a host
@@ -158,6 +160,13 @@ def shown(value: object) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_list(value: Any) -> bool:
+    """Whether the value is a list of something: no text, no bytes, no array without a dimension."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def is_whole(value: Any) -> bool:

@@ -24,7 +24,7 @@ from jaxrt.markup import weights_html
 from jaxrt.observations import ObservationSet
 from jaxrt.planning import describe
 from jaxrt.prompts import Message, requests_of, tokenizer_of
-from jaxrt.requests import SamplingParams, Score, TokenEvent
+from jaxrt.requests import SamplingParams, Score, TokenEvent, is_whole, shown
 from jaxrt.sessions.session import XlaSession
 from jaxrt.sessions.warmup import warm_up
 from jaxrt.weights import named
@@ -113,9 +113,9 @@ class ModelRuntime:
 
     def new_session(self, rows: int = 1) -> XlaSession:
         """Another session on the same weights, with a cache of its own for `rows` sequences."""
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            raise RequestError(f"{rows!r} rows", expected="a whole number, one or more")
-        session = XlaSession(self._xla().model, rows)
+        if not is_whole(rows) or rows < 1:
+            raise RequestError(f"{shown(rows)} rows", expected="a whole number, one or more")
+        session = XlaSession(self._xla().model, int(rows))
         self._sessions = [*(s for s in self._sessions if not s.closed), session]
         return session
 
@@ -148,8 +148,9 @@ class ModelRuntime:
 
         Raises: RequestError and CapacityError before anything is dispatched.
         """
-        requests, single = requests_of(self._xla().model, prompt, params, messages, session)
-        found = generation.generate(self._xla(), requests, session)
+        with self._chosen(session).lock:  # calls from several threads take turns
+            requests, single = requests_of(self._xla().model, prompt, params, messages, session)
+            found = generation.generate(self._xla(), requests, session)
         return found[0] if single else found
 
     def stream(
@@ -161,7 +162,8 @@ class ModelRuntime:
         session: XlaSession | None = None,
     ) -> Iterator[TokenEvent]:
         """The same as events while the answer grows; the texts of a sample's events add up to its `Generation.text`."""
-        requests, _ = requests_of(self._xla().model, prompt, params, messages, session)
+        with self._chosen(session).lock:
+            requests, _ = requests_of(self._xla().model, prompt, params, messages, session)
         return generation.stream(self._xla(), requests, session)
 
     def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
@@ -188,11 +190,18 @@ class ModelRuntime:
             )
         return self._session
 
+    def _chosen(self, session: Any) -> XlaSession:
+        own = self._xla()
+        if session is None:
+            return own
+        if not isinstance(session, XlaSession) or session.model is not own.model:
+            raise RequestError("session= is no session of this model", fix="take one with rt.new_session()")
+        return session
+
     def _repr_html_(self) -> str:
         model = self._xla().model
-        leaves = [
-            (name, tuple(leaf.shape), str(leaf.dtype), leaf.nbytes) for name, leaf in named(model.weights).items()
-        ]
+        held = {} if model.closed else named(model.weights)
+        leaves = [(name, tuple(leaf.shape), str(leaf.dtype), leaf.nbytes) for name, leaf in held.items()]
         return weights_html(str(model.path or "model in memory"), describe(model.config), leaves)
 
 

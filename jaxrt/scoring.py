@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrt import knobs as knob_arrays
-from jaxrt.errors import RequestError
+from jaxrt.errors import ExecutionError, RequestError
 from jaxrt.prompts import requests_of
 from jaxrt.requests import SamplingParams, Score
 from jaxrt.sampling import unpack
@@ -21,9 +21,10 @@ def score(model: XlaModel, texts: Any) -> list[Score]:
         raise RequestError(
             f"texts of type {type(texts).__name__}", expected="a list of texts, or of lists of token ids"
         )
-    requests = [
-        requests_of(model, text, SamplingParams(temperature=0.0, max_tokens=1), None, None)[0][0] for text in texts
-    ]
+    found = [requests_of(model, text, SamplingParams(temperature=0.0, max_tokens=1), None, None) for text in texts]
+    if not all(single for _, single in found):
+        raise RequestError("a list of texts within the list", expected="a list of texts, or of lists of token ids")
+    requests = [request for (request,), _ in found]
     session = XlaSession(model)
     try:
         return [
@@ -39,6 +40,8 @@ def _score(session: XlaSession, tokens: tuple[int, ...], text: str) -> Score:
     session.start_anew(len(tokens))
     columns = unpack(session.admit((0,), tokens, [knobs], score=1).read_scores())
     before = len(tokens) - 1  # the last position has no token to score
+    if columns.bad[:before].any():
+        raise ExecutionError("the logits are NaN or infinite", expected="finite ones", fix="check the weights")
     return Score(
         tokens=tokens,
         logprobs=(None, *(float(value) for value in columns.logprobs[:before])),

@@ -7,9 +7,8 @@ from jaxrt import weights
 from jaxrt.config import ModelConfig
 
 
-def linear(matrix: weights.Matrix, x: np.ndarray) -> np.ndarray:
-    array = np.asarray(matrix.array, np.float64)
-    return x @ (array.T if matrix.transposed else array)
+def linear(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return x @ np.asarray(weight, np.float64).T
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -43,5 +42,4 @@ def logits(config: ModelConfig, tree: weights.Weights, tokens: list[int]) -> np.
         gate, up = np.split(linear(layer.gate_up, rms_norm(x, layer.mlp_norm, config.norm_eps)), 2, axis=-1)
         x = x + linear(layer.down, gate / (1 + np.exp(-gate)) * up)
     x = rms_norm(x, tree.final_norm, config.norm_eps)
-    head = tree.head or weights.Matrix(tree.embedding, transposed=True)
-    return linear(head, x)
+    return linear(tree.embedding if tree.head is None else tree.head, x)

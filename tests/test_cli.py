@@ -193,6 +193,17 @@ def test_a_closed_pipe_is_no_traceback(directory: Path):
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("where", "code"), [("> /dev/full", 1), (">&-", 0), ("PYTHONIOENCODING=ascii:strict", 0), ("-u HOME", 0)]
+)
+def test_odd_surroundings_are_no_traceback(directory: Path, where: str, code: int):
+    """A full disk, a closed stdout, a terminal of few characters, no home."""
+    env, after = ("", where) if ">" in where else (f"env {where}", "")
+    command = f"{env} '{sys.executable}' -m jaxrt score héllo --model '{directory}' {after}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code and "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
 def test_importing_jaxrt_costs_no_more_than_jax_and_flax_struct():
     """Counted in modules, since seconds are noise here: nothing heavy comes along."""
     code = "import sys, jaxrt; print(*[m for m in sys.modules])"

@@ -1,8 +1,11 @@
 """The text loop on a tiny model with a byte tokenizer: prompts, batches, streams, stops, seeds, scores, and what is
 refused."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +17,10 @@ from jaxrt import FinishReason, RequestError, SamplingParams
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.backend import ModelSource, XlaBackend
 from jaxrt.runtime import ModelRuntime
+from jaxrt.sessions.session import XlaSession
 from tests import reference
 from tests.files import byte_tokenizer_json
-from tests.tiny import CONFIG, random_weights
+from tests.tiny import CONFIG, make_model, random_weights
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -209,10 +213,14 @@ BAD_PROMPTS = [
     ["ok", ""],
     [[1], "x", 3],
     "\ud800",
+    np.array(5),
+    np.array([True]),
+    bytearray(b"abc"),
+    [10**5_000],
 ]
 
 
-@pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=repr)
+@pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=lambda prompt: type(prompt).__name__)
 def test_bad_prompts_are_refused_and_the_next_call_works(rt: ModelRuntime, prompt: object):
     with pytest.raises(RequestError):
         rt.generate(prompt, GREEDY)
@@ -270,6 +278,156 @@ def test_an_abandoned_stream_gives_way_to_the_next_request(rt: ModelRuntime):
     with pytest.raises(RequestError, match="took over"):
         list(abandoned)
     assert rt.session.tokens[0][:5] == tuple(b"third")
+
+
+def test_rows_that_end_at_the_context_do_not_stop_the_others(rt: ModelRuntime):
+    params = replace(GREEDY, max_tokens=50)
+    prompts = [[1] * (CONFIG.context - 5), [1, 2, 3]]
+    answers = rt.generate(prompts, params)
+    assert [len(answer.tokens) for answer in answers] == [5, 50]
+    assert [answer.tokens for answer in answers] == [rt.generate(prompt, params).tokens for prompt in prompts]
+    assert len(list(rt.stream(prompts, params))) == 55
+
+
+def test_looking_at_a_session_does_not_disturb_its_stream(rt: ModelRuntime):
+    session = rt.new_session()
+    found = []
+    for event in rt.stream("looked at", GREEDY, session=session):
+        found += event.tokens
+        assert session.tokens[0][: 9 + len(found)] == (*b"looked at", *found)
+        assert session.lengths[0] >= 9
+    assert tuple(found) == rt.generate("looked at", GREEDY).tokens
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda session: session.rewind(3),
+        lambda session: session.reset(),
+        lambda session: session.prefill(jaxrt.PrefillInput([1, 2])),
+        lambda session: session.decode(jaxrt.DecodeInput(positions=3)),
+    ],
+    ids=["rewind", "reset", "prefill", "decode"],
+)
+def test_a_stream_ends_when_its_session_is_changed_under_it(rt: ModelRuntime, change: Callable[[Any], Any]):
+    session = rt.new_session()
+    events = rt.stream("changed", GREEDY, session=session)
+    next(events)
+    change(session)
+    after = session.tokens
+    with pytest.raises(RequestError, match="took over"):
+        list(events)
+    assert session.tokens == after
+
+
+@pytest.mark.parametrize("broken", ["bad words", "compile", "interrupt"])
+def test_a_request_that_fails_leaves_its_session_as_it_was(
+    rt: ModelRuntime, broken: str, monkeypatch: pytest.MonkeyPatch
+):
+    session, alone = rt.new_session(2), rt.new_session(2)
+    for one in (session, alone):
+        rt.generate(["abc", "d"], GREEDY, session=one)
+    before = session.tokens
+    if broken == "bad words":
+        with pytest.raises(RequestError):
+            rt.generate(["x", "y"], replace(GREEDY, bad_words=["x" * 500]), session=session)
+    elif broken == "compile":
+        with pytest.raises(jaxrt.CompileForbidden), jaxrt.forbid_compile():
+            monkeypatch.setattr(rt.session.model.decode_session, "_plans", {})
+            rt.generate(["x" * 600, "y"], GREEDY, session=session)
+    else:
+        monkeypatch.setattr(session, "collect", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            rt.generate(["x", "y"], GREEDY, session=session)
+    monkeypatch.undo()
+    assert session.tokens == before
+    goes_on = [[answer.tokens for answer in rt.generate(["z", "zz"], GREEDY, session=s)] for s in (session, alone)]
+    assert goes_on[0] == goes_on[1]
+
+
+def test_an_empty_row_without_a_prompt_is_refused_and_the_others_stay(rt: ModelRuntime):
+    session = rt.new_session(2)
+    session.prefill(jaxrt.PrefillInput([[1, 2, 3], []]))
+    before = session.tokens
+    with pytest.raises(RequestError, match="empty session"):
+        rt.generate(None, GREEDY, session=session)
+    assert session.tokens == before
+
+
+@pytest.mark.parametrize("given", ["name", 3, object()], ids=repr)
+def test_what_is_no_session_of_the_model_is_refused(rt: ModelRuntime, given: object):
+    with pytest.raises(RequestError, match="no session"):
+        rt.generate("x", GREEDY, session=given)
+    with pytest.raises(RequestError, match="no session"):
+        rt.stream("x", GREEDY, session=XlaSession(make_model()))
+
+
+def test_threads_that_generate_on_one_runtime_take_turns(rt: ModelRuntime):
+    params = replace(GREEDY, max_tokens=200)
+    expected = rt.generate("turns", params).tokens
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(rt.generate, "turns", params) for _ in range(6)]
+    assert [answer.result().tokens for answer in found] == [expected] * 6
+
+
+def test_prompt_logprobs_of_a_continued_session_are_those_of_the_prompt(rt: ModelRuntime):
+    session = rt.new_session()
+    first = rt.generate("ab", replace(GREEDY, max_tokens=3), session=session)
+    then = rt.generate("cd", replace(GREEDY, prompt_logprobs=1), session=session)
+    whole = rt.generate([*b"ab", *first.tokens, *b"cd"], replace(GREEDY, prompt_logprobs=1))
+    assert [entry.token for entry in then.prompt_logprobs] == list(b"cd")
+    np.testing.assert_allclose(
+        [entry.logprob for entry in then.prompt_logprobs],
+        [entry.logprob for entry in whole.prompt_logprobs[-2:]],
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("messages", [[1, 2], [None], [[]], "hi", [[{"role": "user", "content": "x"}], "x"], 5, {}])
+def test_messages_that_are_no_list_of_messages_are_refused(rt: ModelRuntime, messages: object):
+    with pytest.raises(RequestError):
+        rt.generate(messages=messages, params=GREEDY)
+
+
+def test_messages_that_a_template_writes_as_nothing_are_refused(rt: ModelRuntime, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", lambda *_: [])
+    with pytest.raises(RequestError, match="nothing"):
+        rt.generate(messages=[{"role": "user", "content": "x"}], params=GREEDY)
+
+
+@pytest.mark.parametrize("texts", [[["a", "b"]], "abc", [[[1, 2]]], []], ids=repr)
+def test_only_a_list_of_texts_is_scored(rt: ModelRuntime, texts: object):
+    with pytest.raises(RequestError):
+        rt.score(texts)
+
+
+def test_a_score_of_nan_is_an_error():
+    weights = random_weights()
+    weights = weights.replace(final_norm=weights.final_norm * np.float32(np.nan))
+    runtime = ModelRuntime.prepare(XlaBackend(), ModelSource(CONFIG, jax.tree.map(jnp.asarray, weights)))
+    with runtime, pytest.raises(jaxrt.ExecutionError, match="NaN"):
+        runtime.score([[1, 2, 3]])
+
+
+def test_a_closed_runtime_says_so_however_it_is_used():
+    runtime = ModelRuntime.prepare(XlaBackend(), ModelSource(CONFIG, jax.tree.map(jnp.asarray, random_weights())))
+    streams = [runtime.stream([1, 2], GREEDY), runtime.stream([[1], [2]], GREEDY)]
+    for events in streams:
+        next(events)
+    runtime.close()
+    runtime.close()
+    calls = [
+        runtime.new_session,
+        runtime.warmup,
+        lambda: runtime.score([[1, 2]]),
+        lambda: runtime.generate([1, 2], GREEDY),
+        lambda: runtime.generate([[1, 2], [3]], GREEDY),
+        *(lambda events=events: list(events) for events in streams),
+    ]
+    for call in calls:
+        with pytest.raises(RequestError, match="closed"):
+            call()
+    assert "model in memory" in runtime._repr_html_()
 
 
 def test_closing_frees_the_device(tmp_path: Path):

@@ -79,16 +79,16 @@ def test_every_format_gives_the_same_weights_bit_for_bit(tmp_path: Path, tied: b
         assert_same(other_weights, weights)
 
 
-def test_leaves_are_the_fused_transposed_matrices_of_the_file(tmp_path: Path) -> None:
+def test_leaves_are_the_fused_matrices_of_the_file(tmp_path: Path) -> None:
     arrays = tensors()
     _, weights = load(hf(tmp_path, arrays))
     layer = "model.layers.1."
     parts = [arrays[f"{layer}self_attn.{part}_proj.weight"] for part in "qkv"]
-    assert np.array_equal(weights["layers.1.qkv"], np.concatenate(parts).T)
+    assert np.array_equal(weights["layers.1.qkv"], np.concatenate(parts))
     gate, up = arrays[f"{layer}mlp.gate_proj.weight"], arrays[f"{layer}mlp.up_proj.weight"]
-    assert np.array_equal(weights["layers.1.gate_up"], np.concatenate([gate, up]).T)
-    assert np.array_equal(weights["layers.1.output"], arrays[f"{layer}self_attn.o_proj.weight"].T)
-    assert np.array_equal(weights["layers.1.down"], arrays[f"{layer}mlp.down_proj.weight"])  # 48 to 32: kept as it is
+    assert np.array_equal(weights["layers.1.gate_up"], np.concatenate([gate, up]))
+    assert np.array_equal(weights["layers.1.output"], arrays[f"{layer}self_attn.o_proj.weight"])
+    assert np.array_equal(weights["layers.1.down"], arrays[f"{layer}mlp.down_proj.weight"])
     assert np.array_equal(weights["embedding"], arrays["model.embed_tokens.weight"])
     assert np.array_equal(weights["head"], arrays["lm_head.weight"])
     assert np.array_equal(weights["final_norm"], arrays["model.norm.weight"])
@@ -102,7 +102,7 @@ def test_arrays_are_cast_contiguous_and_aligned_for_the_device(tmp_path: Path, d
         array = weights[name]
         assert (array.shape, array.dtype) == (spec.shape, np.dtype(spec.dtype)), name
         assert array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % 64 == 0, name
-    expected = arrays["model.layers.0.self_attn.o_proj.weight"].T.astype(np.dtype(dtype))
+    expected = arrays["model.layers.0.self_attn.o_proj.weight"].astype(np.dtype(dtype))
     assert np.array_equal(weights["layers.0.output"], expected)
     assert weights["layers.0.attention_norm"].dtype == np.float32
 
@@ -111,7 +111,7 @@ def test_arrays_are_cast_contiguous_and_aligned_for_the_device(tmp_path: Path, d
 def test_other_float_types_on_disk_become_the_wanted_one(tmp_path: Path, stored: Any) -> None:
     arrays = {name: array.astype(stored) for name, array in tensors().items()}
     _, weights = load(hf(tmp_path, arrays))
-    expected = arrays["model.layers.0.self_attn.o_proj.weight"].T.astype(np.float32)
+    expected = arrays["model.layers.0.self_attn.o_proj.weight"].astype(np.float32)
     assert np.array_equal(weights["layers.0.output"], expected)
 
 
@@ -123,7 +123,7 @@ def test_blocks_of_a_large_matrix_are_put_together_again(tmp_path: Path) -> None
     _, weights = load(tmp_path)
     mlp = "model.layers.0.mlp."
     both = np.concatenate([arrays[f"{mlp}gate_proj.weight"], arrays[f"{mlp}up_proj.weight"]])
-    assert np.array_equal(weights["layers.0.gate_up"], both.T)
+    assert np.array_equal(weights["layers.0.gate_up"], both)
     assert np.array_equal(weights["layers.0.down"], arrays[f"{mlp}down_proj.weight"])
 
 
@@ -193,7 +193,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(
         load(path, wanted)
     assert caught.value.field == "model.layers.1.mlp.up_proj.weight"
     _, weights = load(path, wanted, scan=False)
-    assert not np.isfinite(weights["layers.1.gate_up"][31, 48 + 40])
+    assert not np.isfinite(weights["layers.1.gate_up"][48 + 40, 31])
 
 
 def test_a_weight_too_large_for_the_wanted_type_is_refused(tmp_path: Path) -> None:
@@ -253,8 +253,7 @@ def test_an_error_while_reading_ends_the_load(tmp_path: Path) -> None:
 def test_placed_arrays_can_be_what_place_returns(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(hf(tmp_path, tensors()))
     loaded = load_weights(checkpoint, read_config(checkpoint), place=lambda name, spec, array: jax.device_put(array))
-    assert isinstance(loaded.layers[1].qkv.array, jax.Array)
-    assert loaded.layers[1].down.transposed and not loaded.layers[1].qkv.transposed
+    assert isinstance(loaded.layers[1].qkv, jax.Array)
 
 
 # What a path may be --------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_a_config_and_weights_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     del leaves["layers.1.down"]
     leaves["layers.0.qkv"] = leaves["layers.0.qkv"].T
     save_orbax(tmp_path / "m", CONFIG, leaves)
-    with pytest.raises(ArtifactError, match=r"layers.0.qkv has shape \[64, 32\], not \[32, 64\].*layers.1.down"):
+    with pytest.raises(ArtifactError, match=r"layers.0.qkv has shape \[32, 64\], not \[64, 32\].*layers.1.down"):
         load_weights(open_orbax(tmp_path / "m"), CONFIG, place=lambda name, spec, array: array)
 
 

@@ -1,6 +1,7 @@
 """Sessions: submissions, rows, growth, rewinding, donated buffers, and what happens when a call goes wrong."""
 
 import threading
+import time
 from dataclasses import replace
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from jaxrt.contracts import BackendSession, SessionCapabilities
-from jaxrt.errors import CapacityError, RequestError, SessionPoisoned
-from jaxrt.sessions.outputs import DecodeInput, PrefillInput
+from jaxrt.decode_session import Bucket
+from jaxrt.errors import CapacityError, ExecutionError, RequestError, SessionPoisoned
+from jaxrt.program import forbid_compile
+from jaxrt.sessions.outputs import DecodeInput, PrefillInput, XlaOutput
 from jaxrt.sessions.session import XlaSession
 from tests import reference
 from tests.tiny import CONFIG, make_model, random_weights, shared_model
@@ -224,6 +227,110 @@ def test_lost_buffers_poison_the_session_until_it_is_reset():
     session.reset()
     session.prefill(PrefillInput(PROMPT))
     assert session.tokens[0][:40] == tuple(PROMPT)
+
+
+def test_an_interrupted_growth_leaves_a_usable_session(monkeypatch: pytest.MonkeyPatch):
+    """Compiling the growth of the second cache takes seconds: the first one must not have grown by then."""
+    session = fresh(2)
+    session.prefill(PrefillInput([[1, 2], [3]]))
+    plan = session.model.decode_session.plan
+
+    def interrupted(bucket):  # noqa: ANN001, ANN202
+        if bucket.program == "grow" and bucket.rows == 1:
+            raise KeyboardInterrupt
+        return plan(bucket)
+
+    monkeypatch.setattr(session.model.decode_session, "plan", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.prefill(PrefillInput([[1] * 600, [2] * 600]))
+    monkeypatch.undo()
+    session.prefill(PrefillInput([[1] * 600, [2] * 600]))
+    assert list(session.lengths) == [602, 601]
+
+
+def test_an_interrupt_while_reading_loses_no_token(monkeypatch: pytest.MonkeyPatch):
+    session, alone = fresh(), fresh()
+    for one in (session, alone):
+        one.prefill(PrefillInput(PROMPT))
+        one.decode(DecodeInput(positions=16))
+        one.decode(DecodeInput(positions=16))
+    read = XlaOutput.read
+
+    def interrupted(output: XlaOutput) -> np.ndarray:
+        monkeypatch.setattr(XlaOutput, "read", read)
+        read(output)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(XlaOutput, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.settle()
+    assert session.tokens == alone.tokens
+
+
+@pytest.mark.parametrize(
+    "submit",
+    [
+        lambda session: session.prefill(PrefillInput([[1, 2], [1] * 3_000])),
+        lambda session: session.decode(DecodeInput(tokens=[[1] * 2_040] * 2)),
+        lambda session: session.decode(DecodeInput(positions=10**12)),
+    ],
+    ids=["prefill", "tokens", "positions"],
+)
+def test_what_does_not_fit_is_refused_before_any_of_it_is_dispatched(submit):  # noqa: ANN001
+    session = fresh(2)
+    session.prefill(PrefillInput([PROMPT, PROMPT]))
+    before = session.tokens
+    with pytest.raises(CapacityError):
+        submit(session)
+    assert session.tokens == before
+
+
+@pytest.mark.parametrize("given", [None, 5, [1, 2], PrefillInput(None), PrefillInput(5), DecodeInput(5)], ids=repr)
+def test_inputs_of_another_kind_are_refused(given: object):
+    session = fresh()
+    session.prefill(PrefillInput(PROMPT))
+    for submit in (session.prefill, session.decode):
+        with pytest.raises(RequestError):
+            submit(given)
+
+
+def test_numpy_numbers_are_numbers():
+    session = fresh()
+    session.prefill(PrefillInput(np.array(PROMPT)))
+    session.decode(DecodeInput(positions=np.int64(3)))
+    session.rewind(session.lengths[0] - 3)
+    assert session.tokens == (tuple(PROMPT),)
+
+
+def test_running_out_of_device_memory_is_an_execution_error(monkeypatch: pytest.MonkeyPatch):
+    session = fresh()
+
+    def full(*_):  # noqa: ANN002, ANN202
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    plan = session.model.decode_session.plan
+    monkeypatch.setattr(session.model.decode_session, "plan", lambda bucket: replace(plan(bucket), executable=full))
+    with pytest.raises(ExecutionError, match="fewer rows"):
+        session.prefill(PrefillInput(PROMPT))
+    monkeypatch.undo()
+    session.prefill(PrefillInput(PROMPT))
+    assert session.tokens[0][:40] == tuple(PROMPT)
+
+
+def test_closing_ends_compiles_that_have_not_started():
+    model = make_model()
+    recipe = model.decode_session._recipe
+
+    def slowly(bucket):  # noqa: ANN001, ANN202
+        time.sleep(0.2)
+        return recipe(bucket)
+
+    model.decode_session._recipe = slowly
+    futures = model.decode_session.prepare(Bucket("make", rows, 512) for rows in range(1, 20))
+    model.close()
+    assert all(future.done() for future in futures)
+    with forbid_compile():  # which waits for compiles in the background
+        pass
 
 
 def test_a_closed_session_says_so():

@@ -7,7 +7,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -23,7 +22,7 @@ from jaxrt.errors import ArtifactError, RequestError
 from jaxrt.models.families import Rule, Source, spare_tensors, tensor_rules
 from jaxrt.models.keys import Keys
 from jaxrt.requests import MAX_TOKENS, SamplingParams
-from jaxrt.weights import ArraySpec, Matrix, Weights, abstract, named, nbytes, unnamed
+from jaxrt.weights import ArraySpec, Weights, abstract, named, nbytes, unnamed
 
 READERS = 2  # threads, and so leaves in memory beyond those that are placed
 BLOCK = (128, 1_024)  # elements copied at once: transposing and scanning stay inside the processor's cache
@@ -89,13 +88,13 @@ def load_weights(
     for data that cannot be read or is not finite.
     """
     specs = abstract(config, dtype)
-    leaves, rules, transposed = named(specs), tensor_rules(checkpoint, config), _stored_transposed(specs)
+    leaves, rules = named(specs), tensor_rules(checkpoint, config)
     _check(checkpoint, rules, spare_tensors(checkpoint, config))
     done, total = 0, nbytes(specs)
     placed: dict[str, Any] = {}
 
     def read(name: str) -> np.ndarray:
-        return _read_leaf(checkpoint, leaves[name], rules[name], transposed[name], scan)
+        return _read_leaf(checkpoint, leaves[name], rules[name], scan)
 
     with ThreadPoolExecutor(READERS, thread_name_prefix="jaxrt-load") as pool:
         for name, array in _ahead(pool, read, leaves):
@@ -119,16 +118,6 @@ def _ahead(
     while reading:
         finished = wait(reading, return_when=FIRST_COMPLETED).done.pop()
         yield reading.pop(finished), finished.result()
-
-
-def _stored_transposed(specs: Weights) -> dict[str, bool]:
-    """For each leaf, whether it is a matrix stored [inputs, outputs], the other way round than files do."""
-    flags = jax.tree.map(
-        lambda node: Matrix(not node.transposed) if isinstance(node, Matrix) else False,
-        specs,
-        is_leaf=lambda node: isinstance(node, Matrix | ArraySpec),
-    )
-    return named(flags)
 
 
 def _check(checkpoint: Checkpoint, rules: Mapping[str, Rule], spare: Mapping[str, str | None]) -> None:
@@ -165,11 +154,10 @@ def _check(checkpoint: Checkpoint, rules: Mapping[str, Rule], spare: Mapping[str
 NOT_WEIGHTS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 
 
-def _read_leaf(checkpoint: Checkpoint, spec: ArraySpec, rule: Rule, transposed: bool, scan: bool) -> np.ndarray:
+def _read_leaf(checkpoint: Checkpoint, spec: ArraySpec, rule: Rule, scan: bool) -> np.ndarray:
     """One leaf, laid out as `spec` says, in memory of its own."""
     array = _aligned(spec.shape, np.dtype(spec.dtype))
-    target = array.T if transposed and not rule.stored else array  # as files have it: [outputs, inputs]
-    target = target if target.ndim > 1 else target[:, None]
+    target = array if array.ndim > 1 else array[:, None]
     row = 0
     for source in rule.sources:
         data = checkpoint.read(source.name)

@@ -11,7 +11,7 @@ from jaxrt.config import ModelConfig, RopeSpec
 from jaxrt.nn.attention import attend
 from jaxrt.nn.layers import gated_mlp, rms_norm, rope_angles, rotate
 from jaxrt.nn.linear import matmul
-from jaxrt.weights import LayerWeights, Matrix, Weights
+from jaxrt.weights import LayerWeights, Weights
 
 
 def forward(
@@ -70,6 +70,6 @@ def _layer(
 
 def logits(weights: Weights, hidden: Array) -> Array:
     """Scores of every token of the vocabulary. Shapes: hidden [..., D]; result float32 [..., V]."""
-    head = weights.head if weights.head is not None else Matrix(weights.embedding, transposed=True)
+    head = weights.embedding if weights.head is None else weights.head
     with jax.named_scope("head"):
         return matmul(hidden, head, dtype=jnp.float32)

@@ -51,7 +51,6 @@ class Rule:
     """How one leaf of our weights is made: its sources joined along axis 0 (outputs)."""
 
     sources: tuple[Source, ...]
-    stored: bool = False  # already laid out as the leaf
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def tensor_rules(checkpoint: Artifact, config: ModelConfig) -> dict[str, Rule]:
     """For each leaf of `weights.abstract(config)`, the tensors it is made of and the shapes they must have."""
     leaves = weights.named(weights.abstract(config))
     if checkpoint.format == "orbax":
-        return {leaf: Rule((Source(leaf, spec.shape),), stored=True) for leaf, spec in leaves.items()}
+        return {leaf: Rule((Source(leaf, spec.shape),)) for leaf, spec in leaves.items()}
     _, dialect = _find(checkpoint)
     shapes = _shapes(config)
     rules = {}

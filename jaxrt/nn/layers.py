@@ -9,7 +9,6 @@ from jax import Array
 
 from jaxrt.config import RopeSpec
 from jaxrt.nn.linear import matmul
-from jaxrt.weights import Matrix
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -63,7 +62,8 @@ def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
     return (wide * cos + jnp.roll(wide, x.shape[-1] // 2, axis=-1) * sin).astype(x.dtype)
 
 
-def gated_mlp(x: Array, gate_up: Matrix, down: Matrix) -> Array:
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)). Shapes: x [B, T, D]; result like x."""
+def gated_mlp(x: Array, gate_up: Array, down: Array) -> Array:
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)). Shapes: x [B, T, D]; gate_up [2 F, D]; down [D, F]; result
+    like x."""
     gate, up = jnp.split(matmul(x, gate_up), 2, axis=-1)
     return matmul(jax.nn.silu(gate) * up, down)

@@ -12,6 +12,7 @@ from jaxrt import cache, sampling
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.config import ModelConfig
 from jaxrt.decode_session import Bucket, BucketPolicy, DecodeSession, Recipe
+from jaxrt.errors import RequestError
 from jaxrt.models import steps
 from jaxrt.program import Program
 from jaxrt.requests import SamplingParams
@@ -31,6 +32,7 @@ class XlaModel:
     path: Path | None = None
     policy: BucketPolicy = field(init=False)
     decode_session: DecodeSession = field(init=False)
+    closed: bool = field(default=False, init=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +54,14 @@ class XlaModel:
     def close(self) -> None:
         """Drop the weights and the executables."""
         self.decode_session.close()
-        del self.weights
+        if not self.closed:
+            self.closed = True
+            del self.weights
+
+    def check_open(self) -> None:
+        """Raises: RequestError when closed."""
+        if self.closed:
+            raise RequestError("this model is closed", fix="load it again with jaxrt.load()")
 
     def recipe(self, bucket: Bucket) -> Recipe:
         """What the plan of `bucket` is made from."""

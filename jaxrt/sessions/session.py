@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from jaxrt.errors import CapacityError, RequestError
 from jaxrt.models.steps import FREE
 from jaxrt.observations import LOGITS_PATH, ObservationSet, TensorObservation
 from jaxrt.program import Plan
+from jaxrt.requests import is_list, is_whole, shown
 from jaxrt.sampling import Knobs
 from jaxrt.sessions.model import XlaModel
 from jaxrt.sessions.outputs import DecodeInput, PrefillInput, XlaOutput, submitted
@@ -65,6 +67,7 @@ class XlaSession:
     """
 
     def __init__(self, model: XlaModel, rows: int = 1) -> None:
+        model.check_open()
         self.model = model
         self.rows = rows
         self.capacity = 0
@@ -115,21 +118,21 @@ class XlaSession:
             self.check_usable()
             self.settle()
             shortest = min(len(row.tokens) for row in self._mirror)
-            if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= shortest:
-                raise RequestError(f"rewind to {length!r}", expected=f"a length between 0 and {shortest} tokens")
-            self.keep([length] * self.rows)
+            if not is_whole(length) or not 0 <= length <= shortest:
+                raise RequestError(f"rewind to {shown(length)}", expected=f"a length between 0 and {shortest} tokens")
+            self.owner = None
+            self.keep([int(length)] * self.rows)
 
-    def keep_row(self, row: int, length: int) -> None:
-        """Keep the first `length` tokens of one row."""
-        self.settle()
-        self._mirror[row].keep(length)
-        self._tell_device()
+    def keep(self, lengths: Sequence[int], pending: Sequence[int | None] = ()) -> None:
+        """Keep the first lengths[b] tokens of row b, and tell the device. Blocks while submissions are under way.
 
-    def keep(self, lengths: Sequence[int]) -> None:
-        """Keep the first lengths[b] tokens of row b, and tell the device. Blocks while submissions are under way."""
+        pending: tokens to put after them that are not in the cache yet.
+        """
         self.settle()
         for row, length in zip(self._mirror, lengths, strict=True):
             row.keep(length)
+        for row, token in zip(self._mirror, pending, strict=False):
+            row.pending = row.pending if token is None else token
         self._tell_device()
 
     def reset(self) -> None:
@@ -137,11 +140,8 @@ class XlaSession:
         with self.lock:
             if self._closed:
                 self.check_usable()
-            self._unread.clear()
-            self._mirror = [_Row() for _ in range(self.rows)]
-            for name in ("kv", "state", *LANE.values()):
-                self.context.discard(name)
-            self.capacity, self._torn = 0, False
+            self.owner = None
+            self._forget()
 
     def start_anew(self, tokens: int) -> None:
         """Empty the session for a request of `tokens` in the cache, at the smallest capacity that holds them."""
@@ -149,7 +149,7 @@ class XlaSession:
         if self.capacity == wanted and "kv" in self.context and "state" in self.context and not self._torn:
             self.keep([0] * self.rows)
         else:
-            self.reset()
+            self._forget()
 
     def close(self) -> None:
         """Free the session's device memory; the weights stay with the model."""
@@ -168,9 +168,10 @@ class XlaSession:
         """
         with self.lock:
             self.check_usable()
-            prompts = self._per_row(input.tokens)
+            prompts = self._per_row(_checked(input, PrefillInput).tokens)
             if not any(prompts):
                 raise RequestError("a prefill without tokens", expected="at least one")
+            self._begin([len(prompt) for prompt in prompts])
             knobs = knob_arrays.neutral(1, self.model.config.vocab)
             parts = [self.admit((row,), prompt, [knobs]) for row, prompt in enumerate(prompts) if prompt]
             logits = tuple(part.logits[-1] for part in parts)
@@ -185,13 +186,17 @@ class XlaSession:
         with self.lock:
             self.check_usable()
             knobs = knob_arrays.neutral(self.rows, self.model.config.vocab)
-            if input.tokens is None:
+            if _checked(input, DecodeInput).tokens is None:
+                if not is_whole(input.positions) or input.positions < 1:
+                    raise RequestError(f"{shown(input.positions)} positions", expected="a whole number, one or more")
+                self._begin([input.positions] * self.rows)
                 outputs = [self.step(count, knobs) for count in self._calls(input.positions)]
                 return submitted(XlaOutput(outputs[-1].logits, tuple(part for o in outputs for part in o.packed)))
             prompts = self._per_row(input.tokens)
             if len({len(prompt) for prompt in prompts}) != 1 or not prompts[0]:
                 found = [len(prompt) for prompt in prompts]
                 raise RequestError(f"{found} tokens a row", expected="the same number for each, one or more")
+            self._begin([len(prompt) for prompt in prompts])
             outputs = [self.step(1, knobs, forced) for forced in zip(*prompts, strict=True)]
             logits = tuple(output.logits[0] for output in outputs)
             return submitted(XlaOutput(logits, tuple(output.packed[0] for output in outputs)))
@@ -233,19 +238,23 @@ class XlaSession:
             self._unread.append(_Unread(output, tuple(rows), positions=0))
         return output
 
-    def step(self, positions: int, knobs: Knobs, forced: Sequence[int] | None = None) -> XlaOutput:
+    def step(
+        self, positions: int, knobs: Knobs, forced: Sequence[int] | None = None, reach: int | None = None
+    ) -> XlaOutput:
         """Submit up to `positions` further positions of every row that is not done, in one call.
 
         forced: per row a token to feed first in place of the sampled one, FREE, or HALT (that row makes no more steps).
+        reach: most tokens any row will have in the cache then, where the knobs' limits end rows before `positions`.
         Raises: CapacityError when a row would run past the model's context.
         """
         self.check_usable()
         forced = tuple(forced) if forced is not None else (FREE,) * self.rows
         self._check_tokens([token for token in forced if token >= 0])
-        going = [(row, token) for row, token in zip(self._mirror, forced, strict=True) if token >= FREE]
-        if any(token == FREE and row.pending is None and not self._unread for row, token in going):
+        going = [index for index, token in enumerate(forced) if token >= FREE]
+        begun = {index for unread in self._unread for index in unread.rows}
+        if any(forced[i] == FREE and self._mirror[i].pending is None and i not in begun for i in going):
             raise RequestError("nothing to go on from", fix="prefill a prompt first, or give the tokens to decode")
-        self.reserve(max((len(row.cached) + row.ahead for row, _ in going), default=0) + positions)
+        self.reserve(max((self._length(i) + positions for i in going), default=0) if reach is None else reach)
         counted = self.model.policy.platform.counted
         size = next(size for size in self.model.policy.platform.positions if size >= positions)
         with self._submitting():
@@ -253,29 +262,21 @@ class XlaSession:
             made = self._plan("decode", self.rows, self.capacity, size)
             found = self.context.run(made, given, {"count": positions} if counted else {})
             output = XlaOutput(found["logits"], found["packed"])
-            for row, _ in going:
-                row.ahead += positions if counted else size
+            for index in going:
+                self._mirror[index].ahead += positions if counted else size
             self._unread.append(_Unread(output, tuple(range(self.rows)), positions if counted else size, forced))
         return output
 
-    def collect(self) -> np.ndarray:
-        """The oldest unread submission's packed columns, int32 [rows, n, C], noted in the mirror. Blocks."""
-        unread = self._unread.popleft()
-        packed = unread.output.read()
-        for position, index in enumerate(unread.rows):
-            row = self._mirror[index]
-            row.ahead = max(0, row.ahead - unread.positions)
-            if unread.forced and unread.forced[index] >= 0:
-                row.pending = unread.forced[index]
-            for token in packed[position, :, 0]:
-                if token >= 0:
-                    row.push(int(token))
-        return packed
+    def collect(self, output: XlaOutput) -> np.ndarray:
+        """A submission's packed columns, int32 [rows, n, C]; it and all before it are noted in the mirror. Blocks."""
+        while any(unread.output is output for unread in self._unread):
+            self._note_oldest()
+        return output.read()
 
     def settle(self) -> None:
         """Read whatever is under way. Blocks."""
         while self._unread:
-            self.collect()
+            self._note_oldest()
 
     def anticipate(self, prompts: Sequence[int], reach: int, end: int) -> None:
         """Start compiling in the background what prompts of these lengths need: first for `reach` tokens, then up to
@@ -302,20 +303,54 @@ class XlaSession:
         lanes = ((self.rows, {}),) if self.rows == 1 else ((self.rows, {}), (1, LANE))
         start = self.capacity or self.model.policy.capacities[0]
         rungs = [start, *(rung for rung in self.model.policy.capacities if start < rung <= wanted)]
+        plans = []  # all of them before anything changes: compiling may be refused, or interrupted
+        for rows, names in lanes:
+            plans += [] if self.capacity else [(self._plan("make", rows, rungs[0]), names)]
+            plans += [(self._plan("grow", rows, *step), names) for step in pairwise(rungs)]
         with self._submitting():
-            for rows, names in lanes:
-                if not self.capacity:
-                    made = self._plan("make", rows, rungs[0])
-                    targets = self.context.run(made, {}, {})
-                    for slot in made.targets:
-                        self.context.hold(names.get(slot.name, slot.name), targets[slot.name], slot.tree)
-                for smaller, larger in pairwise(rungs):
-                    grown = self._plan("grow", rows, smaller, larger)
-                    leaves = self.context.run(grown, {}, {}, names)["kv_next"]
-                    self.context.hold(names.get("kv", "kv"), leaves, grown.targets[0].tree)
+            for made, names in plans:
+                targets = self.context.run(made, {}, {}, names)
+                for slot in made.targets:
+                    name = slot.name.removesuffix("_next")
+                    self.context.hold(names.get(name, name), targets[slot.name], slot.tree)
             self.capacity = wanted
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, added: Sequence[int]) -> None:
+        """Before a direct call that appends added[b] tokens to row b: all of it must fit, and a request that was
+        generating here has ended. Raises: CapacityError."""
+        self._capacity_for(max(self._length(index) + count for index, count in enumerate(added) if count))
+        self.owner = None
+
+    def _length(self, index: int) -> int:
+        """Tokens of a row in the cache once everything submitted is done."""
+        return len(self._mirror[index].cached) + self._mirror[index].ahead
+
+    def _note_oldest(self) -> None:
+        unread = self._unread[0]
+        packed = unread.output.read()  # an interrupt while waiting leaves it unread
+        try:
+            self._unread.popleft()
+            for position, index in enumerate(unread.rows):
+                row = self._mirror[index]
+                row.ahead = max(0, row.ahead - unread.positions)
+                if unread.forced and unread.forced[index] >= 0:
+                    row.pending = unread.forced[index]
+                for token in packed[position, :, 0]:
+                    if token >= 0:
+                        row.push(int(token))
+        except BaseException:  # interrupted half way: what follows no longer joins what was noted
+            self._unread.clear()
+            self._torn = True
+            raise
+
+    def _forget(self) -> None:
+        self._unread.clear()
+        self._mirror = [_Row() for _ in range(self.rows)]
+        for name in ("kv", "state", *LANE.values()):
+            self.context.discard(name)
+        self.capacity, self._torn = 0, False
 
     def _capacity_for(self, tokens: int) -> int:
         context = self.model.config.context
@@ -371,6 +406,7 @@ class XlaSession:
     def check_usable(self) -> None:
         """Raises: RequestError when closed. After an interrupted submission the device is told what the mirror
         holds."""
+        self.model.check_open()
         if self._closed:
             raise RequestError("this session is closed", fix="take another with rt.new_session()")
         if self._torn:
@@ -386,8 +422,6 @@ class XlaSession:
         self._torn = torn
 
     def _calls(self, positions: int) -> list[int]:
-        if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
-            raise RequestError(f"{positions!r} positions", expected="a whole number, one or more")
         sizes = self.model.policy.platform.positions
         counts = []
         while positions:
@@ -397,6 +431,10 @@ class XlaSession:
         return counts
 
     def _per_row(self, tokens: Sequence) -> list[list[int]]:
+        if not is_list(tokens):
+            raise RequestError(
+                f"tokens of type {type(tokens).__name__}", expected="token ids, or one list of them a row"
+            )
         nested = [isinstance(entry, Sequence | np.ndarray) for entry in tokens]
         if all(nested) and nested:
             prompts = [list(entry) for entry in tokens]
@@ -414,8 +452,14 @@ class XlaSession:
         """XLA clamps ids outside the table without a word, so they are refused here."""
         vocab = self.model.config.vocab
         for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
-                raise RequestError(f"token id {token!r}", expected=f"a whole number from 0 to {vocab - 1}")
+            if not is_whole(token) or not 0 <= token < vocab:
+                raise RequestError(f"token id {shown(token)}", expected=f"a whole number from 0 to {vocab - 1}")
+
+
+def _checked(input: Any, kind: type) -> Any:
+    if not isinstance(input, kind):
+        raise RequestError(f"an input of type {type(input).__name__}", expected=f"a {kind.__name__}")
+    return input
 
 
 def _flat(knobs: Knobs) -> tuple:

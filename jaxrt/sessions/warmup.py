@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 from jaxrt import knobs as knob_arrays
 from jaxrt.errors import RequestError
+from jaxrt.models.steps import FREE, HALT
+from jaxrt.requests import is_whole, shown
 from jaxrt.sessions.model import XlaModel
 from jaxrt.sessions.session import XlaSession
 
@@ -17,8 +19,9 @@ def warm_up(model: XlaModel, rows: int, capacity: int | None, progress: Progress
     """Make every executable for up to `rows` rows of `capacity` tokens; their number. Raises: RequestError,
     CapacityError."""
     for name, value in (("rows", rows), ("capacity", capacity)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise RequestError(f"warmup({name}={value!r})", expected="a whole number, one or more")
+        if value is not None and (not is_whole(value) or value < 1):
+            raise RequestError(f"warmup({name}={shown(value)})", expected="a whole number, one or more")
+    model.check_open()
     policy = model.cover(rows, min(capacity or DEFAULT_CAPACITY, model.config.context))
     made = model.decode_session.warm(policy.buckets(), progress)
     for width in policy.rows:
@@ -31,7 +34,8 @@ def warm_up(model: XlaModel, rows: int, capacity: int | None, progress: Progress
                     session.keep([0] * width)
                     session.admit((0,), [0] * length, [knobs])
                 for positions in policy.platform.positions:
-                    session.step(min(positions, 2), knob_arrays.neutral(width, model.config.vocab))
+                    going = [FREE, *[HALT] * (width - 1)]
+                    session.step(min(positions, 2), knob_arrays.neutral(width, model.config.vocab), going)
                 session.settle()
         finally:
             session.close()

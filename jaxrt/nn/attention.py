@@ -8,6 +8,7 @@ from jax import Array
 # Slots looked at in one turn of the loop, for many queries and for one. The loop ends at the last position in use, so
 # that time follows the tokens and not the capacity.
 MANY_BLOCK, ONE_BLOCK = 128, 512
+LOWEST = -1e30  # a masked score: not -inf, since a block in which a query sees nothing must not subtract infinities
 
 
 def attend(queries: Array, keys: Array, values: Array, positions: Array) -> Array:
@@ -26,27 +27,34 @@ def attend(queries: Array, keys: Array, values: Array, positions: Array) -> Arra
     score, mix, block = (_score_one, _mix_one, ONE_BLOCK) if new == 1 else (_score_many, _mix_many, MANY_BLOCK)
     block = min(block, capacity)
 
-    def visit(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        highest, total, mixed = carry
+    def look(index: Array) -> tuple[Array, Array, Array]:
+        """One block by itself: the highest score, the sum of weights relative to it, and the values they mix."""
         start = jnp.minimum(index * block, capacity - block)  # the last block may reach back into the one before it
         slots = start + jnp.arange(block, dtype=jnp.int32)[None, None, :]
         visible = (slots <= positions[:, :, None]) & (slots >= index * block)  # [B, T, block]
         scores = score(grouped, jax.lax.dynamic_slice_in_dim(keys, start, block, axis=3))
-        scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-        higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
-        weights, fading = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
-        added = mix(weights, jax.lax.dynamic_slice_in_dim(values, start, block, axis=2))
-        return higher, total * fading + jnp.sum(weights, axis=-1), mixed * fading[..., None] + added
+        scores = jnp.where(visible[:, None, None], scores, LOWEST)
+        highest = jnp.max(scores, axis=-1)
+        weights = jnp.exp(scores - highest[..., None])
+        return (
+            highest,
+            jnp.sum(weights, axis=-1),
+            mix(weights, jax.lax.dynamic_slice_in_dim(values, start, block, axis=2)),
+        )
 
-    shape = grouped.shape[:-1]
-    lowest = jnp.finfo(jnp.float32).min  # not -inf: a row that sees nothing in a block must not subtract infinities
-    carry = (jnp.full(shape, lowest), jnp.zeros(shape), jnp.zeros((*shape, head_width)))
+    def add(index: Array, seen: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        (old, total, mixed), (new_highest, added, more) = seen, look(index)
+        highest = jnp.maximum(old, new_highest)
+        fading, growing = jnp.exp(old - highest), jnp.exp(new_highest - highest)
+        return highest, total * fading + added * growing, mixed * fading[..., None] + more * growing[..., None]
+
     if block == capacity:
-        carry = visit(jnp.int32(0), carry)
+        _, total, mixed = look(jnp.int32(0))
     else:
+        shape = grouped.shape[:-1]
+        nothing = (jnp.full(shape, LOWEST), jnp.zeros(shape), jnp.zeros((*shape, head_width)))
         blocks = jnp.minimum(jnp.max(positions), capacity - 1) // block + 1
-        carry = jax.lax.fori_loop(0, blocks, visit, carry)
-    _, total, mixed = carry
+        _, total, mixed = jax.lax.fori_loop(0, blocks, add, nothing)
     return jnp.moveaxis(mixed / total[..., None], 3, 1).reshape(queries.shape).astype(queries.dtype)
 
 

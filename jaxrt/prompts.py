@@ -23,7 +23,7 @@ class Request:
     tokens: tuple[int, ...]  # to append to the session
     params: SamplingParams
     row: int = 0  # its place in the list of prompts
-    keep: int = 0  # tokens of a given session to keep before it
+    keep: int | None = None  # tokens of a given session to keep before it; None: all
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
@@ -42,8 +42,11 @@ def requests_of(
     params: SamplingParams | None,
     messages: Any,
     session: XlaSession | None,
+    *,
+    room: int = 1,
 ) -> tuple[list[Request], bool]:
-    """What a user handed in as checked requests, and whether it was a single one.
+    """What a user handed in as checked requests, each leaving `room` tokens of the context, and whether it was a single
+    one.
 
     Raises: RequestError, CapacityError.
     """
@@ -66,13 +69,13 @@ def requests_of(
     for row, tokens in enumerate(prompts):
         _check_prompt(model, tokens)
         held = () if session is None else session.tokens[row]
-        keep = len(held)
+        keep, before = None, len(held)
         if messages is not None:  # the whole conversation: of what the session holds, the part they have in common
-            keep = min(_common(held, tokens), len(tokens) - 1)
+            keep = before = min(_common(held, tokens), len(tokens) - 1)
             tokens = tokens[keep:]
-        if keep + len(tokens) >= model.config.context:
+        if before + len(tokens) + room > model.config.context:
             raise CapacityError(
-                f"a prompt of {keep + len(tokens):,} tokens",
+                f"a prompt of {before + len(tokens):,} tokens",
                 expected=f"fewer than the model's context of {model.config.context:,}",
                 fix="shorten the prompt",
             )
@@ -117,8 +120,16 @@ def _is_list(value: Any) -> bool:
 def _encode(model: XlaModel, text: str, session: XlaSession | None, row: int) -> list[int]:
     if not text:
         raise RequestError("an empty prompt", expected="at least one character")
+    tokenizer = tokenizer_of(model)
+    longest = model.config.context * tokenizer.longest_token
+    if len(text) > longest:  # tokenising megabytes takes a while, only to find that they do not fit
+        raise CapacityError(
+            f"a text of {len(text):,} characters",
+            expected=f"at most {longest:,}, which no more than {model.config.context:,} tokens can spell",
+            fix="shorten the prompt",
+        )
     begins = session is None or not any(session.tokens[row : row + 1])  # only the beginning of a sequence gets a BOS
-    return tokenizer_of(model).encode(text, add_special_tokens=begins)
+    return tokenizer.encode(text, add_special_tokens=begins)
 
 
 def _common(held: Sequence[int], tokens: Sequence[int]) -> int:

@@ -21,7 +21,8 @@ def score(model: XlaModel, texts: Any) -> list[Score]:
         raise RequestError(
             f"texts of type {type(texts).__name__}", expected="a list of texts, or of lists of token ids"
         )
-    found = [requests_of(model, text, SamplingParams(temperature=0.0, max_tokens=1), None, None) for text in texts]
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    found = [requests_of(model, text, params, None, None, room=0) for text in texts]
     if not all(single for _, single in found):
         raise RequestError("a list of texts within the list", expected="a list of texts, or of lists of token ids")
     requests = [request for (request,), _ in found]

@@ -249,6 +249,25 @@ def test_a_prompt_longer_than_the_context_is_refused(rt: ModelRuntime):
         rt.score([[1] * 2_049])
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(rt: ModelRuntime):
+    with pytest.raises(jaxrt.CapacityError, match="characters"):
+        rt.generate("x" * 50_000_000, GREEDY)
+
+
+def test_a_text_of_the_whole_context_can_be_scored(rt: ModelRuntime):
+    assert len(rt.score([[1] * CONFIG.context])[0].logprobs) == CONFIG.context
+
+
+def test_a_stream_goes_on_from_where_its_session_stands_when_it_starts(rt: ModelRuntime):
+    session = rt.new_session()
+    rt.generate("ab", replace(GREEDY, max_tokens=3), session=session)
+    waiting = rt.stream("ef", replace(GREEDY, max_tokens=2), session=session)
+    rt.generate("cd", replace(GREEDY, max_tokens=3), session=session)
+    before = session.tokens[0]
+    list(waiting)
+    assert session.tokens[0][: len(before) + 2] == (*before, *b"ef")
+
+
 def test_no_token_left_is_an_error_and_not_token_zero(rt: ModelRuntime):
     words = [chr(i) for i in range(97, 100)]
     params = SamplingParams(temperature=0.0, allowed_token_ids=list(b"abc"), bad_words=words, max_tokens=3)

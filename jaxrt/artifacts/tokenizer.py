@@ -164,6 +164,11 @@ class Tokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @functools.cached_property
+    def longest_token(self) -> int:
+        """Most characters one token can stand for."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:
         """The tokens that `decode(..., skip_special_tokens=True)` leaves out."""
         added = self._backend.get_added_tokens_decoder()

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrt.artifacts import sandbox
 from jaxrt.errors import RequestError
 
 MAX_DEPTH = 32  # containers within containers
@@ -38,6 +37,8 @@ def render(
     values["tools"] = _plain(tools, "tools")
     values["add_generation_prompt"] = bool(add_generation_prompt)
     values |= {name: text for name, text in (("bos_token", bos_token), ("eos_token", eos_token)) if text is not None}
+    from jaxrt.artifacts import sandbox  # Jinja takes 40 ms to import, which only a chat should pay
+
     return sandbox.render(template, values)
 
 

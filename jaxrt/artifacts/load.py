@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxrt.artifacts.checkpoint import Checkpoint
 from jaxrt.artifacts.files import printable, unreadable
-from jaxrt.artifacts.gguf import open_gguf
 from jaxrt.artifacts.orbax import MARKER, open_orbax
 from jaxrt.artifacts.safetensors import open_safetensors
 from jaxrt.artifacts.tokenizer import Tokenizer
@@ -44,7 +43,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise unreadable(path, error) from error
     if names is None:
         if path.suffix.lower() == ".gguf":
-            return open_gguf(path)
+            return _open_gguf(path)
         fix = "give the directory that holds it" if exists else "check the path"
         raise ArtifactError("not a .gguf file" if exists else "no such file", path=path, expected=EXPECTED, fix=fix)
     if MARKER in names:
@@ -54,7 +53,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return open_safetensors(path)
     models = sorted(name for name in names if name.lower().endswith(".gguf"))
     if len({_SPLIT.sub("-split", name) for name in models}) == 1:
-        return open_gguf(path / models[0])
+        return _open_gguf(path / models[0])
     if len(models) > 1:
         found = f"{len(models)} GGUF files: {printable(', '.join(models), 400)}"
         raise ArtifactError(found, path=path, expected="one model", fix="give the path of one of them")
@@ -63,6 +62,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     else:
         found, fix = f"a directory with {printable(', '.join(names), 200) or 'nothing in it'}", "check the path"
     raise ArtifactError(found, path=path, expected=EXPECTED, fix=fix)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    from jaxrt.artifacts.gguf import (
+        open_gguf,  # the gguf package takes 25 ms to import, which only its files should cost
+    )
+
+    return open_gguf(path)
 
 
 EXPECTED = f"a .gguf file, or a directory with config.json and *.safetensors, one .gguf, or {MARKER}"

@@ -60,8 +60,8 @@ class Report:
     n_params: int
     dtype: str
     kv_dtype: str
-    bandwidth_gbs: float  # read bandwidth, 10^9 bytes a second, measured
-    matmul_gflops: float  # square matmul in the weights' dtype, measured
+    bandwidth_gbs: float  # read bandwidth, 10^9 bytes a second, measured beside every test; their median
+    matmul_gflops: float  # square matmul in the weights' dtype, likewise
     compile_s: float
     peak_bytes: int  # of the process on CPU, of the device elsewhere
     versions: dict[str, str]
@@ -84,13 +84,17 @@ def measure(
     if not isinstance(session, XlaSession):
         raise RequestError(f"a {type(session).__name__}", expected="an XlaSession")
     held = session.model
-    bandwidth, peak = _bandwidth(held.device), _matmul_peak(held.device, held.weights.embedding.dtype)
+    peaks = []  # measured beside every test: a shared machine changes speed from minute to minute
+    if not any(prompts) and not any(news):
+        raise RequestError("nothing to measure", expected="a number of prompt tokens (-p) or of new tokens (-n)")
     tests = [(count, 0, *rest) for count, *rest in product(prompts, depths, rows) if count]
     tests += [(0, count, *rest) for count, *rest in product(news, depths, rows) if count]
     results = []
     for done, (prompt, new, depth, width) in enumerate(tests):
         if progress is not None:
             progress(done, len(tests), f"{'prefill' if prompt else 'decode'} {prompt or new}")
+        peaks.append((_bandwidth(held.device), _matmul_peak(held.device, held.weights.embedding.dtype)))
+        bandwidth, peak = peaks[-1]
         own = XlaSession(held, width)
         try:
             seconds = [_run(own, prompt, new, depth) for _ in range(repetitions + 1)][1:]
@@ -105,8 +109,8 @@ def measure(
         n_params=held.config.parameters,
         dtype=held.weights.embedding.dtype.name,
         kv_dtype=np.dtype(held.cache_dtype).name,
-        bandwidth_gbs=bandwidth / 1e9,
-        matmul_gflops=peak / 1e9,
+        bandwidth_gbs=statistics.median(b for b, _ in peaks) / 1e9,
+        matmul_gflops=statistics.median(p for _, p in peaks) / 1e9,
         compile_s=compiles().seconds,
         peak_bytes=_peak_bytes(held.device),
         versions={"jaxrt": __version__, "jax": jax.__version__},

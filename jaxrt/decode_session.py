@@ -225,13 +225,6 @@ class DecodeSession:
                 progress(done, len(futures), names[future])
         return [future.result() for future in futures]
 
-    @property
-    def plans(self) -> dict[Bucket, Plan]:
-        """The plans made so far."""
-        with self._lock:
-            ready = {b: f for b, f in self._plans.items() if f.done() and f.exception() is None}
-        return {bucket: future.result() for bucket, future in ready.items()}
-
     def close(self) -> None:
         """Drop the plans; compiles under way finish, queued ones do not start."""
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -124,6 +124,33 @@ def test_a_context_runs_a_program_and_keeps_what_it_updates():
         context.run(made, {"sample": (samples[0],)}, {})
 
 
+def test_a_context_is_a_mapping_of_values_on_its_device(model: XlaModel):
+    context = jaxrt.InferenceContext(jax.devices()[0])
+    assert context.device == jax.devices()[0] and context.is_empty() and context.nbytes() == 0
+    context.insert("pair", {"a": np.zeros(3, np.float32), "b": np.ones((2, 2), np.int32)})
+    context["other"] = np.zeros(5, np.float32)
+    assert context.contains("pair") and len(context) == 2 and list(context) == ["pair", "other"]
+    assert context.nbytes() == 12 + 16 + 20
+    assert context["pair"]["a"].devices() == {context.device} and context.get("missing") is None
+    assert context.remove("missing") is None and context.remove("other").shape == (5,)
+    with pytest.raises(ContextError, match="'other'.*pair"):
+        context["other"]
+    assert not context.has_decode_session and context.take_decode_session() is None
+    context.put_decode_session(model.decode_session)
+    assert context.has_decode_session and context.take_decode_session() is model.decode_session
+    assert not context.has_decode_session
+    context.clear_persistent()
+    assert context.is_empty() and "pair" not in context
+
+
+def test_a_plan_says_what_it_takes_and_what_it_cost(model: XlaModel):
+    made = model.decode_session.plan(Bucket("decode", 1, 512, 16))
+    assert [slot.name for slot in made.inputs] == ["weights", "kv", "state", "knobs", "forced"]
+    assert made.updates == {"kv_next": "kv", "state_next": "state"}
+    assert [slot.name for slot in made.targets] == ["kv_next", "state_next", "logits", "packed"]
+    assert made.seconds > 0 and isinstance(made.from_cache, bool)
+
+
 def test_a_plan_for_other_shapes_is_a_topology_change(model: XlaModel):
     context = jaxrt.InferenceContext()
     context["x"] = np.zeros(3, np.float32)

@@ -117,9 +117,8 @@ class _Loop:
         # positions, rows and output of what is not read yet
         self.in_flight: deque[tuple[int, tuple[int, ...], XlaOutput]] = deque()
         self.begun: list[tuple[int, int | None]] = []  # where each row stood: tokens in the cache, and one after them
-        self.knobs = knob_arrays.neutral(
-            session.rows, session.model.config.vocab
-        )  # of all rows, until they are admitted
+        # of all rows; neutral until they are admitted
+        self.knobs = knob_arrays.neutral(session.rows, session.model.config.vocab)
         self.token_s = EVENT_S  # what a position takes, as last seen
         self.clock = _Clock()
         self.compiled = compiles().misses

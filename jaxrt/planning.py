@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrt import cache, weights
+from jaxrt import cache, sampling, weights
 from jaxrt.artifacts.load import open_checkpoint
 from jaxrt.config import ModelConfig
 from jaxrt.decode_session import PLATFORMS, BucketPolicy
@@ -20,9 +20,6 @@ MIB = 1 << 20
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 # XLA's CPU backend widens bfloat16 element by element: ten times slower at one row than float32.
 NATIVE_DTYPE = {"cpu": "float32"}
-# Leaves of a sampler's dense rows, in bytes a token of the vocabulary: bias float32, counts int32, stops and prompted
-# bool.
-SAMPLER_BYTES = 4 + 4 + 1 + 1
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ def plan_model(
     kv_dtype = kv_dtype or dtype
     policy = BucketPolicy.covering(platform, config.context, rows, capacity)
     per_row = cache.row_nbytes(config, policy.capacities[-1], kv_dtype)
-    sampler = SAMPLER_BYTES * config.vocab
+    sampler = _sampler_nbytes(config.vocab)
     held = weights.nbytes(weights.abstract(config, dtype))
     workspace = _workspace(config, policy, dtype)
     lanes = policy.rows[-1] + (policy.rows[-1] > 1)
@@ -137,6 +134,13 @@ def resolve_dtype(name: str, platform: str) -> Any:
     if chosen is None:
         raise RequestError(f"dtype {name!r}", expected=f"one of auto, {', '.join(DTYPES)}")
     return chosen
+
+
+def _sampler_nbytes(vocab: int) -> int:
+    """Of one row: what it asked for, and what sampling remembers."""
+    state = jax.eval_shape(lambda: sampling.initial_state(1, vocab))
+    leaves = jax.tree.leaves((sampling.abstract_knobs(1, vocab), state))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _workspace(config: ModelConfig, policy: BucketPolicy, dtype: Any) -> int:

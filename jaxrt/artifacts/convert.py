@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrt.artifacts.load import load_tokenizer, load_weights, open_checkpoint
-from jaxrt.artifacts.orbax import save_orbax
-from jaxrt.errors import ArtifactError
+from jaxrt.artifacts.orbax import check_free, save_orbax
 from jaxrt.models.families import read_config
 from jaxrt.weights import ArraySpec, named
 
@@ -30,8 +29,7 @@ def convert_artifact(
     progress: called with the bytes of weights read and their total. Raises: ArtifactError, UnsupportedModel.
     """
     directory = Path(directory)
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise ArtifactError("it is there already", path=directory, fix="name another directory, or remove this one")
+    check_free(directory)  # before minutes are spent on reading
     checkpoint = open_checkpoint(source)
     config = read_config(checkpoint)
 

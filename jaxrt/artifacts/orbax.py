@@ -50,8 +50,7 @@ def save_orbax(
     Raises: ArtifactError when `directory` is there already or cannot be written.
     """
     directory = Path(directory)
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise ArtifactError("it is there already", path=directory, fix="name another directory, or remove this one")
+    check_free(directory)
     arrays = {name: np.ascontiguousarray(array) for name, array in weights.items()}
     for name, array in arrays.items():
         if array.dtype.name not in DTYPES:
@@ -84,6 +83,12 @@ def save_orbax(
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def check_free(directory: Path) -> None:
+    """Raises: ArtifactError where something is there already; an empty directory is nothing."""
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise ArtifactError("it is there already", path=directory, fix="name another directory, or remove this one")
 
 
 def open_orbax(directory: str | Path) -> Checkpoint:

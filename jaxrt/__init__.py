@@ -4,6 +4,8 @@ from jaxrt.artifacts.hub import resolve as resolve
 from jaxrt.backend import LoadOptions as LoadOptions
 from jaxrt.backend import ModelSource as ModelSource
 from jaxrt.backend import XlaBackend as XlaBackend
+from jaxrt.buckets import Bucket as Bucket
+from jaxrt.buckets import BucketPolicy as BucketPolicy
 from jaxrt.config import LayerSpec as LayerSpec
 from jaxrt.config import ModelConfig as ModelConfig
 from jaxrt.config import RopeSpec as RopeSpec
@@ -18,9 +20,11 @@ from jaxrt.contracts import ModelLoadingBackend as ModelLoadingBackend
 from jaxrt.contracts import PreparedModel as PreparedModel
 from jaxrt.contracts import SessionCapabilities as SessionCapabilities
 from jaxrt.contracts import Submission as Submission
-from jaxrt.decode_session import Bucket as Bucket
-from jaxrt.decode_session import BucketPolicy as BucketPolicy
+from jaxrt.decode_session import Allocation as Allocation
 from jaxrt.decode_session import DecodeSession as DecodeSession
+from jaxrt.decode_session import PlanKey as PlanKey
+from jaxrt.decode_session import PlanValidity as PlanValidity
+from jaxrt.decode_session import RebindRefused as RebindRefused
 from jaxrt.errors import ArtifactError as ArtifactError
 from jaxrt.errors import CapacityError as CapacityError
 from jaxrt.errors import CompileForbidden as CompileForbidden
@@ -33,6 +37,16 @@ from jaxrt.errors import SessionCapabilityError as SessionCapabilityError
 from jaxrt.errors import SessionPoisoned as SessionPoisoned
 from jaxrt.errors import TopologyChanged as TopologyChanged
 from jaxrt.errors import UnsupportedModel as UnsupportedModel
+from jaxrt.interventions import Add as Add
+from jaxrt.interventions import Apply as Apply
+from jaxrt.interventions import Intervention as Intervention
+from jaxrt.interventions import MaskLogits as MaskLogits
+from jaxrt.interventions import Replace as Replace
+from jaxrt.interventions import Scale as Scale
+from jaxrt.interventions import Zero as Zero
+from jaxrt.observations import InspectedOutput as InspectedOutput
+from jaxrt.observations import ObservationRequest as ObservationRequest
+from jaxrt.observations import ObservationSelector as ObservationSelector
 from jaxrt.observations import ObservationSet as ObservationSet
 from jaxrt.observations import TensorObservation as TensorObservation
 from jaxrt.planning import ModelPlan as ModelPlan
@@ -54,6 +68,7 @@ from jaxrt.sessions.outputs import DecodeInput as DecodeInput
 from jaxrt.sessions.outputs import PrefillInput as PrefillInput
 from jaxrt.sessions.outputs import XlaOutput as XlaOutput
 from jaxrt.sessions.session import XlaSession as XlaSession
+from jaxrt.sessions.state import SessionState as SessionState
 from jaxrt.weights import Weights as Weights
 
 __version__ = "0.1.0"

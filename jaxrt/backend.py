@@ -82,7 +82,8 @@ class XlaBackend:
         return PreparedModel(model, CAPABILITIES)
 
     def create_session(self, model: PreparedModel[XlaModel]) -> XlaSession:
-        return XlaSession(model.model)
+        """Raises: ModelLoadError when `model` has its session already."""
+        return XlaSession(model.take())
 
     def session_capabilities(self, artifact: Path) -> SessionCapabilities:
         """From the headers alone. Raises: ArtifactError, UnsupportedModel."""

@@ -1,13 +1,14 @@
 """The portable contracts of documents 001 and 002: what a backend and its sessions promise, whatever device they run
 on."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from jaxrt.errors import SessionCapabilityError
-from jaxrt.observations import ObservationSet
+from jaxrt.errors import ModelLoadError, SessionCapabilityError
+from jaxrt.interventions import Intervention
+from jaxrt.observations import InspectedOutput, ObservationRequest, ObservationSet
 
 Model = TypeVar("Model")
 Output = TypeVar("Output")
@@ -78,12 +79,25 @@ class Submission(Generic[Output]):
         return self.output
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PreparedModel(Generic[Model]):
-    """A model ready for a session, with the capabilities its session was admitted for. A session consumes it."""
+    """A model ready for a session, with the capabilities its session was admitted for. The session consumes it."""
 
     model: Model
     capabilities: SessionCapabilities
+    _left: list[None] = field(default_factory=lambda: [None], init=False, repr=False)  # sessions it still has
+
+    def take(self) -> Model:
+        """The model, for its one session. Raises: ModelLoadError the second time, from whichever thread."""
+        try:
+            self._left.pop()
+        except IndexError:
+            raise ModelLoadError(
+                "this prepared model has its session already",
+                expected="one session for each prepared model",
+                fix="prepare or load the model again, or take another session from its runtime",
+            ) from None
+        return self.model
 
 
 @runtime_checkable
@@ -106,6 +120,30 @@ class BackendSession(Protocol):
         """Bring an output to the host. Blocks: the one explicit synchronisation; plain inference never calls it."""
         ...
 
+    def close(self) -> None:
+        """Free what the session holds; further calls raise RequestError. Closing again does nothing."""
+        ...
+
+
+@runtime_checkable
+class InspectableBackendSession(BackendSession, Protocol):
+    """A session whose passes can be looked into and changed. Apart from plain submission, which pays nothing for it."""
+
+    def inspect_prefill(
+        self, input: Any, request: ObservationRequest, interventions: Sequence[Intervention] = ()
+    ) -> InspectedOutput:
+        """`prefill` with what the request means brought to the host, after the interventions. Blocks.
+
+        Raises: RequestError for unknown paths, CapacityError beyond the request's budget, before anything runs.
+        """
+        ...
+
+    def inspect_decode(
+        self, input: Any, request: ObservationRequest, interventions: Sequence[Intervention] = ()
+    ) -> InspectedOutput:
+        """`decode` with what the request means brought to the host. Blocks; raises as inspect_prefill."""
+        ...
+
 
 @runtime_checkable
 class BackendProvider(Protocol):
@@ -118,7 +156,10 @@ class BackendProvider(Protocol):
     def prepare_model(self, config: Any) -> PreparedModel: ...
 
     def create_session(self, model: PreparedModel) -> BackendSession:
-        """The model's session. Consumes `model`: a cache can never meet another model."""
+        """The model's session. Consumes `model` by `take()`: a cache can never meet another model.
+
+        Raises: ModelLoadError when it is consumed already.
+        """
         ...
 
 

@@ -1,247 +1,129 @@
-"""Buckets, the policy that chooses them, and `DecodeSession`: one plan per bucket, made once, in parallel, or on
-demand."""
+"""`DecodeSession`: a model's plans, bound to one KV allocation, with what says whether they still fit it."""
 
-import os
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Literal
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING, Any
 
-from jaxrt.errors import CapacityError, ContextError
-from jaxrt.program import Plan, Program, in_background, plan
+import jax
 
-MAX_COMPILES = 20  # of one warm-up
-GROWTH = 4  # factor between capacities
+from jaxrt.buckets import Bucket
+from jaxrt.errors import TopologyChanged
+from jaxrt.plans import Plans
+from jaxrt.program import Plan
 
-
-@dataclass(frozen=True)
-class Bucket:
-    """The static shapes of one executable.
-
-    tokens: length of a prefill chunk, most positions of a decode call, or the new capacity of a growth.
-    """
-
-    program: Literal["make", "prefill", "first", "decode", "move", "grow"]
-    rows: int
-    capacity: int
-    tokens: int = 0
-
-    def __str__(self) -> str:
-        if self == FIRST:
-            return "first[1 row]"
-        count = {"prefill": f", {self.tokens} tokens", "decode": f", {self.tokens} positions"}.get(self.program, "")
-        count = f" to {self.tokens}" if self.program == "grow" else count
-        return f"{self.program}[{self.rows} row{'s' * (self.rows > 1)}, capacity {self.capacity}{count}]"
+if TYPE_CHECKING:
+    from jaxrt.context import InferenceContext
 
 
-FIRST = Bucket("first", 1, 0)  # of every session: it does not see the cache
+class PlanValidity(Enum):
+    """Whether plans fit a cache: as it is, after a rebind, or not at all."""
+
+    Valid = "valid"
+    AllocationChanged = "allocation changed"
+    Stale = "stale"
 
 
-@dataclass(frozen=True)
-class Platform:
-    """What suits a kind of device."""
+class RebindReason(StrEnum):
+    """Why a cache cannot take the place of the one that plans are bound to."""
 
-    prefill: tuple[int, ...]  # chunk lengths
-    call_tokens: int  # what a call costs beside its tokens, in tokens: the time to read the weights once
-    positions: tuple[int, ...]  # decode positions a call
-    counted: bool  # the trip count of a decode call is traced (a GPU would ask the host for it at every position)
-    smallest: int = 512  # capacity
+    RESIDENCY_UNKNOWN = "residency unknown"  # not an array on a device
+    RESIDENCY_DIFFERS = "residency differs"
+    MISSING_SLOT = "missing slot"
+    UNBAKED_SLOT = "unbaked slot"  # one that the plans know nothing of
+    STORAGE_DIFFERS = "storage differs"  # shape or dtype
 
 
-PLATFORMS: Mapping[str, Platform] = {
-    "cpu": Platform(prefill=(32, 128), call_tokens=8, positions=(16,), counted=True),
-    "gpu": Platform(prefill=(64, 512), call_tokens=200, positions=(1, 8), counted=False),
-}
+class RebindRefused(TopologyChanged):
+    """A cache that plans cannot be bound to. `slot` names the array, such as `keys[3]`; nothing was rebound."""
+
+    def __init__(self, reason: RebindReason, slot: str, found: str, expected: str) -> None:
+        self.reason, self.slot = reason, slot
+        super().__init__(
+            f"{slot}: {reason}: {found}", expected=expected, fix="plan for this cache: reset(), or a new session"
+        )
 
 
 @dataclass(frozen=True)
-class BucketPolicy:
-    """Which buckets there are: every request is served by the first that fits."""
+class PlanKey:
+    """Everything that is baked into the plans of a model."""
 
-    rows: tuple[int, ...]
-    capacities: tuple[int, ...]
-    platform: Platform
+    family: str
+    structure: str  # hash of the config and of the weights' dtypes
+    instance: int  # of the placed weights; never used twice
+    dtype: str
+    kv_dtype: str
+    placement: str
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Buffers of a cache: which they are, and their geometry."""
+
+    alloc_id: int
+    slots: tuple[tuple[str, Any], ...]  # name and (shape, dtype, sharding); None in its place for no device array
 
     @classmethod
-    def covering(cls, platform: str, context: int, rows: int, capacity: int) -> "BucketPolicy":
-        """A policy for up to `rows` rows of up to `capacity` tokens, with at most MAX_COMPILES executables.
-
-        Rows double and capacities grow fourfold; where that makes too many executables, both ladders lose rungs.
-        """
-        shape = PLATFORMS[platform]
-        capacity = min(max(capacity, shape.smallest), context)
-        shape = replace(shape, prefill=_within(shape.prefill, capacity))
-        policy = cls(_ladder(1, rows, 2), _ladder(shape.smallest, capacity, GROWTH), shape)
-        growth = 2
-        while len(policy.buckets()) > MAX_COMPILES and len(policy.rows) > 2:
-            growth *= 2
-            policy = replace(policy, rows=_ladder(1, rows, growth))
-        growth = GROWTH
-        while len(policy.buckets()) > MAX_COMPILES and len(policy.capacities) > 2:
-            growth *= GROWTH
-            policy = replace(policy, capacities=_ladder(shape.smallest, capacity, growth))
-        return policy
-
-    def widened(self, rows: int, capacity: int, context: int) -> "BucketPolicy":
-        """This policy with further rungs, so that it also holds `rows` rows of `capacity` tokens."""
-        more_rows, more = list(self.rows), list(self.capacities)
-        while more_rows[-1] < rows:
-            more_rows.append(more_rows[-1] * 2)
-        while more[-1] < capacity:
-            more.append(min(more[-1] * GROWTH, context))
-        return replace(self, rows=tuple(more_rows), capacities=tuple(more))
-
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Everything a warm-up compiles, what a single prompt needs first coming first."""
-        found: list[Bucket] = []
-        for rows in self.rows:
-            found.append(Bucket("make", rows, self.capacities[0]))
-            for i, capacity in enumerate(self.capacities):
-                if rows == 1:
-                    found += (Bucket("prefill", 1, capacity, length) for length in self.platform.prefill)
-                else:
-                    found.append(Bucket("move", rows, capacity))
-                found += (Bucket("decode", rows, capacity, count) for count in self.platform.positions)
-                if rows == 1 and i == 0:
-                    found.append(FIRST)
-                if i + 1 < len(self.capacities):
-                    found.append(Bucket("grow", rows, capacity, self.capacities[i + 1]))
-        return tuple(found)
-
-    def rows_for(self, rows: int) -> int:
-        """The fewest rows that hold `rows`. Raises: CapacityError when none does."""
-        return _first_fit(rows, self.rows, "rows")
-
-    def capacity_for(self, tokens: int) -> int:
-        """The smallest capacity that holds `tokens`. Raises: CapacityError when none does."""
-        return _first_fit(tokens, self.capacities, "tokens")
-
-    def chunks(self, tokens: int) -> tuple[int, ...]:
-        """The prefill lengths that take `tokens` at the least cost; the last may be padded. A function of the count
-        alone."""
-        longest = self.platform.prefill[-1]
-        whole, rest = divmod(tokens, longest)
-        return (longest,) * whole + _cheapest(rest, self.platform.prefill, self.platform.call_tokens)
+    def of(cls, context: "InferenceContext", name: str = "kv") -> "Allocation":
+        """The allocation that `context` holds under `name`. Raises: ContextError, SessionPoisoned."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(context[name])
+        slots = []
+        for keys, leaf in flat:
+            placed = isinstance(leaf, jax.Array) and not leaf.is_deleted()
+            slots.append((jax.tree_util.keystr(keys).lstrip("."), _storage(leaf) if placed else None))
+        return cls(context.alloc_id(name), tuple(slots))
 
 
-@cache
-def _cheapest(tokens: int, lengths: tuple[int, ...], call_tokens: int) -> tuple[int, ...]:
-    if tokens <= 0:
-        return ()
-    plans = []
-    for length in lengths:
-        if length < tokens:
-            calls = -(-tokens // length)
-            plans.append((length,) * calls)
-        else:
-            plans.append((length,))
-    return min(plans, key=lambda chunks: sum(chunks) + call_tokens * len(chunks))
-
-
-def _ladder(first: int, last: int, growth: int) -> tuple[int, ...]:
-    rungs = [min(first, last)]
-    while rungs[-1] < last:
-        rungs.append(min(rungs[-1] * growth, last))
-    return tuple(rungs)
-
-
-def _within(lengths: Sequence[int], capacity: int) -> tuple[int, ...]:
-    return tuple(length for length in lengths if length <= capacity) or (capacity,)
-
-
-def _first_fit(wanted: int, rungs: Sequence[int], unit: str) -> int:
-    for rung in rungs:
-        if wanted <= rung:
-            return rung
-    raise CapacityError(f"{wanted:,} {unit}", expected=f"at most {rungs[-1]:,}", fix="ask for less, or warm up more")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a bucket's plan is made from."""
-
-    program: Program
-    specs: Mapping[str, Any]
-    targets: tuple[str, ...]
-    symbols: tuple[str, ...] = ()
+def _storage(leaf: jax.Array) -> tuple:
+    return tuple(leaf.shape), str(leaf.dtype), leaf.sharding
 
 
 class DecodeSession:
-    """The plans of one model on one placement, one per bucket. Sessions on the same weights share it; it holds no
-    buffers."""
+    """The plans of a session: shared with other sessions of the model, bound to this one's cache."""
 
-    def __init__(self, recipe: Callable[[Bucket], Recipe], placement: Callable[[], AbstractContextManager]) -> None:
-        self._recipe = recipe
-        self._placement = placement
-        self._plans: dict[Bucket, Future[Plan]] = {}
-        self._lock = threading.Lock()
-        self.waited_s = 0.0  # what callers of `plan` waited for compiles
-        self._pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="jaxrt-compile")
+    def __init__(self, plans: Plans, key: PlanKey) -> None:
+        self.plans, self.key = plans, key
+        self.bound: Allocation | None = None
 
     def plan(self, bucket: Bucket) -> Plan:
-        """The bucket's plan, made now if nobody made it yet.
-
-        Raises: CompileForbidden under `forbid_compile()`. Blocks: while it is being compiled, here or elsewhere.
-        """
-        with self._lock:
-            future = self._plans.get(bucket)
-            mine = future is None
-            if mine:
-                future = self._plans[bucket] = Future()
-        if future.done():
-            return future.result()
-        started = time.perf_counter()
-        if mine:
-            self._make(bucket, future)
-        made = future.result()
-        self.waited_s += time.perf_counter() - started
-        return made
+        """The bucket's plan; see `Plans.plan`."""
+        return self.plans.plan(bucket)
 
     def prepare(self, buckets: Iterable[Bucket]) -> list["Future[Plan]"]:
-        """Start making plans in background threads, in order; those made or under way are left alone."""
-        futures = []
-        for bucket in buckets:
-            with self._lock:
-                if bucket in self._plans:
-                    futures.append(self._plans[bucket])
-                    continue
-                future = self._plans[bucket] = Future()
-            in_background(future)
-            self._pool.submit(self._make, bucket, future)
-            futures.append(future)
-        return futures
+        """Start making plans in the background; see `Plans.prepare`."""
+        return self.plans.prepare(buckets)
 
-    def warm(self, buckets: Sequence[Bucket], progress: Callable[[int, int, str], None] | None = None) -> list[Plan]:
-        """Make the plans of all `buckets`, in parallel; `progress(done, total, name)` after each."""
-        futures = self.prepare(buckets)
-        names = dict(zip(futures, map(str, buckets), strict=True))
-        for done, future in enumerate(as_completed(futures), 1):
-            future.result()
-            if progress is not None:
-                progress(done, len(futures), names[future])
-        return [future.result() for future in futures]
+    def bind(self, allocation: Allocation) -> None:
+        """Note the cache that the session has just made."""
+        self.bound = allocation
 
-    def close(self) -> None:
-        """Drop the plans; compiles under way finish, queued ones do not start."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        with self._lock:
-            left = [future for future in self._plans.values() if not future.done()]
-            self._plans.clear()
-        for future in left:  # those that never started: whoever waits for them learns it
-            future.set_exception(ContextError("closed before it was compiled"))
+    def validity_for(self, key: PlanKey, allocation: Allocation) -> PlanValidity:
+        """Whether the plans may run over that cache of a model with that key. Only `Valid` may: `AllocationChanged`
+        means that everything but the identity of the buffers is the same, which `rebind_kv` may mend."""
+        if key != self.key or self.bound is None or allocation.slots != self.bound.slots:
+            return PlanValidity.Stale
+        same = allocation.alloc_id == self.bound.alloc_id
+        return PlanValidity.Valid if same else PlanValidity.AllocationChanged
 
-    def _make(self, bucket: Bucket, future: "Future[Plan]") -> None:
-        try:
-            recipe = self._recipe(bucket)
-            with self._placement():
-                made = plan(recipe.program, recipe.specs, recipe.targets, recipe.symbols)
-        except BaseException as error:
-            with self._lock:  # a later call tries again
-                self._plans.pop(bucket, None)
-            future.set_exception(error)
-        else:
-            future.set_result(made)
+    def is_valid_for(self, key: PlanKey, allocation: Allocation) -> bool:
+        return self.validity_for(key, allocation) is PlanValidity.Valid
+
+    def rebind_kv(self, allocation: Allocation) -> None:
+        """Go on over another cache of the same geometry, which holds what the session says it holds; all of it, or
+        nothing. Raises: RebindRefused."""
+        baked, incoming = dict(self.bound.slots if self.bound else ()), dict(allocation.slots)
+        for slot, wanted in baked.items():
+            if slot not in incoming:
+                raise RebindRefused(RebindReason.MISSING_SLOT, slot, "not there", f"{wanted}")
+            found = incoming[slot]
+            if found is None:
+                raise RebindRefused(RebindReason.RESIDENCY_UNKNOWN, slot, "no array on a device", f"{wanted}")
+            if found[2] != wanted[2]:
+                raise RebindRefused(RebindReason.RESIDENCY_DIFFERS, slot, f"{found[2]}", f"{wanted[2]}")
+            if found[:2] != wanted[:2]:
+                raise RebindRefused(RebindReason.STORAGE_DIFFERS, slot, f"{found[:2]}", f"{wanted[:2]}")
+        for slot, found in incoming.items():
+            if slot not in baked:
+                raise RebindRefused(RebindReason.UNBAKED_SLOT, slot, f"{found}", "only slots that were planned for")
+        self.bound = allocation

@@ -51,6 +51,14 @@ class ContextError(JaxrtError, KeyError):
     __str__ = Exception.__str__
 
 
+class UnboundSymbol(ContextError):
+    """A symbol that a program reads and that the pass did not bind."""
+
+
+class ReboundSymbol(ContextError):
+    """A symbol bound twice in one pass, to different values; the first one stays."""
+
+
 class TopologyChanged(JaxrtError):
     """A plan was made for other devices, shapes or dtypes than it is now given."""
 

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 
 from jaxrt import knobs as knob_arrays
+from jaxrt.edits import Lowered, Places, lower
 from jaxrt.errors import ExecutionError, RequestError, SessionPoisoned
+from jaxrt.interventions import Intervention
 from jaxrt.models.steps import FREE, HALT
 from jaxrt.program import compiles
 from jaxrt.prompts import Request
@@ -69,16 +71,40 @@ class _Sample:
         return delta
 
 
-def stream(session: XlaSession, requests: list[Request], given: XlaSession | None) -> Iterator[TokenEvent]:
+def stream(
+    session: XlaSession,
+    requests: list[Request],
+    given: XlaSession | None,
+    interventions: Sequence[Intervention] = (),
+    *,
+    streaming: bool = True,
+) -> Iterator[TokenEvent]:
     """Events of all requests. One sample runs in `session`, or in `given`; several in batches, in sessions of their
-    own."""
-    return _stream(session, requests, given, streaming=True)
+    own. streaming: events should come as soon as their tokens."""
+    seeds = [r.params.seed if r.params.seed is not None else secrets.randbits(63) for r in requests]
+    wanted = [(r, index, seed) for r, seed in zip(requests, seeds, strict=True) for index in range(r.params.n)]
+    if given is not None or len(wanted) == 1:
+        loop = _Loop(given or session, wanted, interventions, append=given is not None, streaming=streaming)
+        yield from loop.events()
+        return
+    rest = iter(wanted)
+    while batch := list(islice(rest, MAX_ROWS)):
+        own = XlaSession(session.model, session.model.widen(len(batch), 1).rows_for(len(batch)))
+        try:
+            yield from _Loop(own, batch, interventions, append=False, streaming=streaming).events()
+        finally:
+            own.close()
 
 
-def generate(session: XlaSession, requests: list[Request], given: XlaSession | None) -> list[Generation]:
+def generate(
+    session: XlaSession,
+    requests: list[Request],
+    given: XlaSession | None,
+    interventions: Sequence[Intervention] = (),
+) -> list[Generation]:
     """The answers in order. Where n > 1 a request's first sample holds them all."""
     answers: dict[int, list[tuple[int, Generation]]] = {}
-    for event in _stream(session, requests, given, streaming=False):
+    for event in stream(session, requests, given, interventions, streaming=False):
         if event.generation is not None:
             answers.setdefault(event.row, []).append((event.index, event.generation))
     found = []
@@ -88,29 +114,18 @@ def generate(session: XlaSession, requests: list[Request], given: XlaSession | N
     return found
 
 
-def _stream(
-    session: XlaSession, requests: list[Request], given: XlaSession | None, *, streaming: bool
-) -> Iterator[TokenEvent]:
-    seeds = [r.params.seed if r.params.seed is not None else secrets.randbits(63) for r in requests]
-    wanted = [(r, index, seed) for r, seed in zip(requests, seeds, strict=True) for index in range(r.params.n)]
-    if given is not None or len(wanted) == 1:
-        yield from _Loop(given or session, wanted, append=given is not None, streaming=streaming).events()
-        return
-    rest = iter(wanted)
-    while batch := list(islice(rest, MAX_ROWS)):
-        own = XlaSession(session.model, session.model.widen(len(batch), 1).rows_for(len(batch)))
-        try:
-            yield from _Loop(own, batch, append=False, streaming=streaming).events()
-        finally:
-            own.close()
-
-
 class _Loop:
     """One batch of samples through one session: row b is sample b. At most one submission is ahead of the one being
     read."""
 
     def __init__(
-        self, session: XlaSession, wanted: Sequence[tuple[Request, int, int]], *, append: bool, streaming: bool
+        self,
+        session: XlaSession,
+        wanted: Sequence[tuple[Request, int, int]],
+        interventions: Sequence[Intervention],
+        *,
+        append: bool,
+        streaming: bool,
     ) -> None:
         self.session, self.append, self.streaming = session, append, streaming
         self.samples = [_sample(session, *one) for one in wanted]
@@ -119,10 +134,12 @@ class _Loop:
         self.begun: list[tuple[int, int | None]] = []  # where each row stood: tokens in the cache, and one after them
         # of all rows; neutral until they are admitted
         self.knobs = knob_arrays.neutral(session.rows, session.model.config.vocab)
+        self.interventions = interventions
+        self.edits = Lowered()  # of decoding
         self.token_s = EVENT_S  # what a position takes, as last seen
         self.clock = _Clock()
         self.compiled = compiles().misses
-        self.waited_s = session.model.decode_session.waited_s
+        self.waited_s = session.model.plans.waited_s
         self.waited_first_s = 0.0  # for compiles, before the first token
 
     def events(self) -> Iterator[TokenEvent]:
@@ -157,6 +174,12 @@ class _Loop:
             sample.limit = min(sample.request.params.max_tokens, model.config.context - sample.kept)
         reach = max(sample.kept + min(sample.limit, session.positions) for sample in self.samples)
         self.knobs = self._make_knobs(range(len(self.samples)), prompts, session.rows)
+        places = Places(
+            tuple(self.samples[row].request.row if row < len(self.samples) else None for row in range(session.rows)),
+            tuple(self.samples[row].kept if row < len(self.samples) else 0 for row in range(session.rows)),
+        )
+        prefilling = lower(model.config, self.interventions, places, "prefill").placed(model.device)
+        self.edits = lower(model.config, self.interventions, places, "decode").placed(model.device)
         again = [len(tokens) > len(sample.request.tokens) for tokens, sample in zip(fed, self.samples, strict=True)]
         self.begun = [(len(held), tokens[0] if one else None) for (held, tokens), one in zip(found, again, strict=True)]
         if self.append:
@@ -168,7 +191,8 @@ class _Loop:
             rows = tuple(group)
             asked = self.samples[rows[0]].request.params.prompt_logprobs
             one_row = [self._make_knobs([row], prompts, 1) for row in rows]
-            output = session.admit(rows, fed[rows[0]], one_row, score=0 if asked is None else 1 + (asked > 0))
+            score = 0 if asked is None else 1 + (asked > 0)
+            output = session.admit(rows, fed[rows[0]], one_row, score=score, edits=prefilling.row(rows[0]))
             self.in_flight.append((1, rows, output))
             if asked is not None:
                 scores = unpack(output.read_scores())
@@ -214,7 +238,7 @@ class _Loop:
         while len(self.in_flight) < 2 and (positions := self._next_positions()):
             halted = [HALT if s.finish is not None else FREE for s in self.samples]
             forced = [*halted, *[HALT] * (session.rows - len(halted))]
-            output = session.step(positions, self.knobs, forced, self._reach(positions))
+            output = session.step(positions, self.knobs, forced, self._reach(positions), edits=self.edits)
             self.in_flight.append((positions, tuple(range(len(self.samples))), output))
         positions, rows, output = self.in_flight.popleft()
         columns = unpack(session.collect(output))
@@ -254,7 +278,7 @@ class _Loop:
         sample.last_s = self.clock.now()
         if not sample.tokens:
             sample.first_s = sample.last_s
-            self.waited_first_s = self.session.model.decode_session.waited_s - self.waited_s
+            self.waited_first_s = self.session.model.plans.waited_s - self.waited_s
         described = None
         if sample.request.params.logprobs is not None:
             described = (_logprobs(columns, at, token, sample.request.params.logprobs),)
@@ -272,7 +296,7 @@ class _Loop:
 
     def _generation(self, sample: _Sample) -> Generation:
         params, new, prompt = sample.request.params, len(sample.tokens), len(sample.request.tokens)
-        waited = self.session.model.decode_session.waited_s - self.waited_s
+        waited = self.session.model.plans.waited_s - self.waited_s
         decoding = sample.last_s - sample.first_s
         return Generation(
             text=sample.text.text if sample.text is not None else "",

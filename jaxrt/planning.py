@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxrt import cache, sampling, weights
 from jaxrt.artifacts.load import open_checkpoint
 from jaxrt.config import ModelConfig
-from jaxrt.decode_session import PLATFORMS, BucketPolicy
+from jaxrt.buckets import PLATFORMS, BucketPolicy
 from jaxrt.errors import RequestError
 from jaxrt.markup import table_html
 from jaxrt.models.families import read_config

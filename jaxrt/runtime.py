@@ -19,12 +19,15 @@ from jaxrt.contracts import (
     SessionCapabilities,
     Submission,
 )
+from jaxrt.edits import check
 from jaxrt.errors import RequestError, SessionCapabilityError
+from jaxrt.interventions import Intervention
 from jaxrt.markup import weights_html
-from jaxrt.observations import ObservationSet
+from jaxrt.observations import BUDGET_BYTES, ObservationRequest, ObservationSelector, ObservationSet
 from jaxrt.planning import describe
 from jaxrt.prompts import Message, requests_of, tokenizer_of
 from jaxrt.requests import SamplingParams, Score, TokenEvent, is_whole, shown
+from jaxrt.sessions.outputs import PrefillInput
 from jaxrt.sessions.session import XlaSession
 from jaxrt.sessions.warmup import warm_up
 from jaxrt.weights import named
@@ -38,7 +41,6 @@ class ModelRuntime:
     def __init__(self, backend: BackendProvider, session: BackendSession) -> None:
         self._backend = backend
         self._session = session
-        self._sessions: list[XlaSession] = []
 
     @classmethod
     def prepare(cls, backend: BackendProvider, config: Any) -> "ModelRuntime":
@@ -115,9 +117,7 @@ class ModelRuntime:
         """Another session on the same weights, with a cache of its own for `rows` sequences."""
         if not is_whole(rows) or rows < 1:
             raise RequestError(f"{shown(rows)} rows", expected="a whole number, one or more")
-        session = XlaSession(self._xla().model, int(rows))
-        self._sessions = [*(s for s in self._sessions if not s.closed), session]
-        return session
+        return XlaSession(self._xla().model, int(rows))
 
     def warmup(
         self, rows: int = 1, capacity: int | None = None, progress: Callable[[int, int, str], None] | None = None
@@ -137,6 +137,7 @@ class ModelRuntime:
         *,
         messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
         session: XlaSession | None = None,
+        interventions: Sequence[Intervention] = (),
     ) -> Any:
         """Answer one prompt (a Generation), or a list of them as rows of one batch (a list of Generations).
 
@@ -145,12 +146,14 @@ class ModelRuntime:
         params: None means the checkpoint's own generation_config.json, else greedy; `Generation.params` says which.
         session: where to continue; None starts anew in `rt.session` for one prompt, in a session of its own for
         several.
+        interventions: changes to the pass, as data; `rows` in them are places in the list of prompts.
 
         Raises: RequestError and CapacityError before anything is dispatched.
         """
         with self._chosen(session).lock:  # calls from several threads take turns
             requests, single = requests_of(self._xla().model, prompt, params, messages, session)
-            found = generation.generate(self._xla(), requests, session)
+            changes = check(self.config, interventions, len(requests))
+            found = generation.generate(self._xla(), requests, session, changes)
         return found[0] if single else found
 
     def stream(
@@ -160,21 +163,51 @@ class ModelRuntime:
         *,
         messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
         session: XlaSession | None = None,
+        interventions: Sequence[Intervention] = (),
     ) -> Iterator[TokenEvent]:
         """The same as events while the answer grows; the texts of a sample's events add up to its `Generation.text`."""
         with self._chosen(session).lock:
             requests, _ = requests_of(self._xla().model, prompt, params, messages, session)
-        return generation.stream(self._xla(), requests, session)
+            changes = check(self.config, interventions, len(requests))
+        return generation.stream(self._xla(), requests, session, changes)
 
-    def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
-        """How likely the model finds each text: log-probabilities in nat, one a token, None for the first."""
-        return scoring.score(self._xla().model, texts)
+    def score(self, texts: Sequence[Prompt], interventions: Sequence[Intervention] = ()) -> list[Score]:
+        """How likely the model finds each text: log-probabilities in nat, one a token, None for the first.
+
+        interventions: changes to the pass; `rows` in them are places in the list of texts.
+        """
+        return scoring.score(self._xla().model, texts, interventions)
+
+    def inspect(
+        self,
+        prompt: Prompt | None = None,
+        paths: Sequence[str | ObservationSelector] | ObservationRequest = (),
+        interventions: Sequence[Intervention] = (),
+        *,
+        messages: Sequence[Message] | None = None,
+        budget_bytes: int = BUDGET_BYTES,
+    ) -> ObservationSet:
+        """What one pass over a prompt holds at `paths`, in a session of its own. Blocks.
+
+        paths: each means itself and all below it, `*` any layer; or an ObservationRequest, which has its own budget.
+        interventions: changes to the pass, which are seen. budget_bytes: most that the observations may take.
+        Raises: RequestError and CapacityError before anything is dispatched.
+        """
+        model = self._xla().model
+        (request, *others), single = requests_of(model, prompt, None, messages, None, room=0)
+        if not single or others:
+            raise RequestError("a list of prompts to inspect", expected="one prompt", fix="inspect them one by one")
+        if not isinstance(paths, ObservationRequest):
+            paths = ObservationRequest.selected(paths, budget_bytes=budget_bytes)
+        session = XlaSession(model)
+        try:
+            return session.inspect_prefill(PrefillInput(request.tokens), paths, interventions).observations
+        finally:
+            session.close()
 
     def close(self) -> None:
         """Free the device memory: sessions, weights, executables. Further calls raise."""
         if isinstance(self._session, XlaSession):
-            for session in (self._session, *self._sessions):
-                session.close()
             self._session.model.close()
 
     def __enter__(self) -> "ModelRuntime":

@@ -20,6 +20,7 @@ FLOORS = {
     "jaxrt.config": 0,
     "jaxrt.requests": 0,
     "jaxrt.observations": 0,
+    "jaxrt.interventions": 0,
     "jaxrt.contracts": 0,
     "jaxrt.markup": 0,
     # 1 mathematics: pure jax
@@ -27,17 +28,25 @@ FLOORS = {
     "jaxrt.cache": 1,
     "jaxrt.weights": 1,
     "jaxrt.sampling": 1,
+    "jaxrt.taps": 1,
     # 2 models
     "jaxrt.models": 2,
     # 3 artifacts: disk to arrays, text to tokens
     "jaxrt.artifacts": 3,
     # 4 execution: who owns device memory and executables
+    "jaxrt.symbols": 4,
+    "jaxrt.explain": 4,
     "jaxrt.program": 4,
+    "jaxrt.realize": 4,
+    "jaxrt.placement": 4,
     "jaxrt.context": 4,
+    "jaxrt.buckets": 4,
+    "jaxrt.plans": 4,
     "jaxrt.decode_session": 4,
     "jaxrt.planning": 4,
     "jaxrt.compile_cache": 4,
     "jaxrt.knobs": 4,
+    "jaxrt.edits": 4,
     # 5 sessions
     "jaxrt.sessions": 5,
     "jaxrt.backend": 5,
@@ -49,6 +58,7 @@ FLOORS = {
     "jaxrt.runtime": 6,
     # 7 programs
     "jaxrt.bench": 7,
+    "jaxrt.display": 7,
     "jaxrt.cli": 7,
     "jaxrt.doctor": 7,
     "jaxrt.terminal": 7,

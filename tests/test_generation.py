@@ -352,7 +352,7 @@ def test_a_request_that_fails_leaves_its_session_as_it_was(
             rt.generate(["x", "y"], replace(GREEDY, bad_words=["x" * 500]), session=session)
     elif broken == "compile":
         with pytest.raises(jaxrt.CompileForbidden), jaxrt.forbid_compile():
-            monkeypatch.setattr(rt.session.model.decode_session, "_plans", {})
+            monkeypatch.setattr(rt.session.model.plans, "_plans", {})
             rt.generate(["x" * 600, "y"], GREEDY, session=session)
     else:
         monkeypatch.setattr(session, "collect", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxrt
-from jaxrt.decode_session import MAX_COMPILES, Bucket, BucketPolicy
+from jaxrt.buckets import MAX_COMPILES, Bucket, BucketPolicy
 from jaxrt.errors import CapacityError, CompileForbidden, ContextError
 from jaxrt.program import Program, compiles, plan
 from jaxrt.sessions.model import XlaModel
@@ -27,7 +27,7 @@ def model() -> XlaModel:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_decode_copies_and_converts_nothing_large(model: XlaModel, rows: int):
-    made = model.decode_session.plan(Bucket("decode", rows, 512, 16))
+    made = model.plans.plan(Bucket("decode", rows, 512, 16))
     cache_size = CONFIG.kv_heads * CONFIG.head_width * 512  # of one layer and row; more than any weight here
     weight_size = CONFIG.width * CONFIG.width
     for line in made.executable.as_text().splitlines():
@@ -38,7 +38,7 @@ def test_decode_copies_and_converts_nothing_large(model: XlaModel, rows: int):
 
 
 def test_decode_holds_no_second_cache(model: XlaModel):
-    made = model.decode_session.plan(Bucket("decode", 1, 512, 16))
+    made = model.plans.plan(Bucket("decode", 1, 512, 16))
     memory = made.executable.memory_analysis()
     donated = sum(slot.nbytes for slot in made.inputs if slot.name in ("kv", "state"))
     assert memory.alias_size_in_bytes == donated
@@ -51,7 +51,7 @@ def test_no_program_warns_of_unusable_donations(model: XlaModel):
         warnings.simplefilter("error")
         fresh = make_model()
         for bucket in fresh.policy.buckets():
-            fresh.decode_session.plan(bucket)
+            fresh.plans.plan(bucket)
 
 
 def test_a_warm_up_makes_at_most_twenty_executables():
@@ -76,8 +76,8 @@ def test_prefill_chunks_cover_the_prompt_and_pad_less_than_the_shortest():
 def test_equal_requests_compile_once():
     fresh = make_model()
     before = compiles().misses + compiles().hits
-    first = fresh.decode_session.plan(Bucket("make", 1, 512))
-    assert fresh.decode_session.plan(Bucket("make", 1, 512)) is first
+    first = fresh.plans.plan(Bucket("make", 1, 512))
+    assert fresh.plans.plan(Bucket("make", 1, 512)) is first
     assert compiles().misses + compiles().hits == before + 1
 
 
@@ -85,10 +85,10 @@ def test_forbid_compile_stops_plans_and_eager_operations():
     fresh = make_model()
     with jaxrt.forbid_compile():
         with pytest.raises(CompileForbidden, match="warmup"):
-            fresh.decode_session.plan(Bucket("make", 1, 512))
+            fresh.plans.plan(Bucket("make", 1, 512))
         with pytest.raises(CompileForbidden, match="eager"):
             jax.jit(lambda x: x * 3 + 17)(np.ones(13, np.float32))
-    assert fresh.decode_session.plan(Bucket("make", 1, 512)).name == "make_1"
+    assert fresh.plans.plan(Bucket("make", 1, 512)).name == "make_1"
 
 
 def test_a_program_that_lacks_a_value_or_target_says_what_is_there():
@@ -136,15 +136,15 @@ def test_a_context_is_a_mapping_of_values_on_its_device(model: XlaModel):
     with pytest.raises(ContextError, match="'other'.*pair"):
         context["other"]
     assert not context.has_decode_session and context.take_decode_session() is None
-    context.put_decode_session(model.decode_session)
-    assert context.has_decode_session and context.take_decode_session() is model.decode_session
+    context.put_decode_session(model.plans)
+    assert context.has_decode_session and context.take_decode_session() is model.plans
     assert not context.has_decode_session
     context.clear_persistent()
     assert context.is_empty() and "pair" not in context
 
 
 def test_a_plan_says_what_it_takes_and_what_it_cost(model: XlaModel):
-    made = model.decode_session.plan(Bucket("decode", 1, 512, 16))
+    made = model.plans.plan(Bucket("decode", 1, 512, 16))
     assert [slot.name for slot in made.inputs] == ["weights", "kv", "state", "knobs", "forced"]
     assert made.updates == {"kv_next": "kv", "state_next": "state"}
     assert [slot.name for slot in made.targets] == ["kv_next", "state_next", "logits", "packed"]

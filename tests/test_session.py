@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrt.contracts import BackendSession, SessionCapabilities
-from jaxrt.decode_session import Bucket
+from jaxrt.buckets import Bucket
 from jaxrt.errors import CapacityError, ExecutionError, RequestError, SessionPoisoned
 from jaxrt.program import forbid_compile
 from jaxrt.sessions.outputs import DecodeInput, PrefillInput, XlaOutput
@@ -36,7 +36,7 @@ def close(found: np.ndarray, expected: np.ndarray) -> bool:
 def test_a_session_is_a_backend_session():
     session = fresh()
     assert isinstance(session, BackendSession)
-    assert session.capabilities() == SessionCapabilities(persistent_cache=True, output_observation=True)
+    assert session.capabilities() == SessionCapabilities(True, True, True)
 
 
 def test_prefill_gives_the_logits_after_the_last_token():
@@ -233,14 +233,14 @@ def test_an_interrupted_growth_leaves_a_usable_session(monkeypatch: pytest.Monke
     """Compiling the growth of the second cache takes seconds: the first one must not have grown by then."""
     session = fresh(2)
     session.prefill(PrefillInput([[1, 2], [3]]))
-    plan = session.model.decode_session.plan
+    plan = session.model.plans.plan
 
     def interrupted(bucket):  # noqa: ANN001, ANN202
         if bucket.program == "grow" and bucket.rows == 1:
             raise KeyboardInterrupt
         return plan(bucket)
 
-    monkeypatch.setattr(session.model.decode_session, "plan", interrupted)
+    monkeypatch.setattr(session.model.plans, "plan", interrupted)
     with pytest.raises(KeyboardInterrupt):
         session.prefill(PrefillInput([[1] * 600, [2] * 600]))
     monkeypatch.undo()
@@ -308,8 +308,8 @@ def test_running_out_of_device_memory_is_an_execution_error(monkeypatch: pytest.
     def full(*_):  # noqa: ANN002, ANN202
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    plan = session.model.decode_session.plan
-    monkeypatch.setattr(session.model.decode_session, "plan", lambda bucket: replace(plan(bucket), executable=full))
+    plan = session.model.plans.plan
+    monkeypatch.setattr(session.model.plans, "plan", lambda bucket: replace(plan(bucket), executable=full))
     with pytest.raises(ExecutionError, match="fewer rows"):
         session.prefill(PrefillInput(PROMPT))
     monkeypatch.undo()
@@ -319,14 +319,14 @@ def test_running_out_of_device_memory_is_an_execution_error(monkeypatch: pytest.
 
 def test_closing_ends_compiles_that_have_not_started():
     model = make_model()
-    recipe = model.decode_session._recipe
+    recipe = model.plans._recipe
 
     def slowly(bucket):  # noqa: ANN001, ANN202
         time.sleep(0.2)
         return recipe(bucket)
 
-    model.decode_session._recipe = slowly
-    futures = model.decode_session.prepare(Bucket("make", rows, 512) for rows in range(1, 20))
+    model.plans._recipe = slowly
+    futures = model.plans.prepare(Bucket("make", rows, 512) for rows in range(1, 20))
     model.close()
     assert all(future.done() for future in futures)
     with forbid_compile():  # which waits for compiles in the background

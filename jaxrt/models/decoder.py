@@ -8,20 +8,24 @@ from jax import Array
 
 from jaxrt.cache import KEY_SLOTS, VALUE_SLOTS, KVCache, write
 from jaxrt.config import ModelConfig, RopeSpec
-from jaxrt.nn.attention import attend
+from jaxrt.nn.attention import attend, attention_weights, mix
 from jaxrt.nn.layers import gated_mlp, rms_norm, rope_angles, rotate
 from jaxrt.nn.linear import matmul
+from jaxrt.observations import EMBEDDINGS_PATH, FINAL_NORM_PATH, WEIGHTS
+from jaxrt.taps import EditArrays, Tap, Taps
 from jaxrt.weights import LayerWeights, Weights
 
 
 def forward(
-    config: ModelConfig, weights: Weights, cache: KVCache, tokens: Array, starts: Array
+    config: ModelConfig, weights: Weights, cache: KVCache, tokens: Array, starts: Array, tap: Tap | None = None
 ) -> tuple[Array, KVCache]:
     """Run T new tokens of each row through the model; row b's begin at position starts[b].
 
-    Shapes: tokens int32 [B, T]; starts int32 [B]; result [B, T, D], normalised for the head.
+    Shapes: tokens int32 [B, T], or embeddings [B, T, D] in their place; starts int32 [B]; result [B, T, D],
+    normalised for the head. tap: sees and may change every value that has a path.
     Donates: nothing itself; jitted callers donate the cache.
     """
+    tap = tap or Tap()
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     angles: dict[RopeSpec, tuple[Array, Array]] = {}
     for layer in config.layers:
@@ -29,21 +33,27 @@ def forward(
             angles[layer.rope] = rope_angles(layer.rope, config.head_width, positions)
 
     with jax.named_scope("embed"):
-        x = jnp.take(weights.embedding, tokens, axis=0, mode="clip")
+        given = jnp.issubdtype(tokens.dtype, jnp.floating)
+        x = tokens if given else jnp.take(weights.embedding, tokens, axis=0, mode="clip")
+        x = tap(EMBEDDINGS_PATH, x, positions)
     keys, values = [], []
-    for spec, layer, k, v in zip(config.layers, weights.layers, cache.keys, cache.values, strict=True):
-        x, k, v = _layer(config, layer, x, k, v, angles[spec.rope], positions, starts)
+    layers = zip(config.layers, weights.layers, cache.keys, cache.values, strict=True)
+    for index, (spec, layer, k, v) in enumerate(layers):
+        taps, edits = tap.layer(index)
+        x, k, v, seen = _layer(config, taps, layer, x, k, v, angles[spec.rope], positions, starts, edits)
+        tap.see(index, seen)
         keys.append(k)
         values.append(v)
     with jax.named_scope("final_norm"):
-        x = rms_norm(x, weights.final_norm, config.norm_eps)
+        x = tap(FINAL_NORM_PATH, rms_norm(x, weights.final_norm, config.norm_eps), positions)
     return x, KVCache(tuple(keys), tuple(values))
 
 
 # An inner jitted function is traced and lowered once for all layers alike: 0.13 s instead of 0.85 s for 30 of them.
-@partial(jax.jit, static_argnames="config")
+@partial(jax.jit, static_argnames=("config", "taps"))
 def _layer(
     config: ModelConfig,
+    taps: Taps,
     weights: LayerWeights,
     x: Array,
     keys: Array,
@@ -51,21 +61,34 @@ def _layer(
     angles: tuple[Array, Array],
     positions: Array,
     starts: Array,
-) -> tuple[Array, Array, Array]:
-    """Pre-norm attention and MLP, each added to the stream. Shapes: x [B, T, D]; keys [B, K, H, S]; values [B, K, S,
-    H]."""
+    edits: tuple[EditArrays, ...],
+) -> tuple[Array, Array, Array, dict[str, Array]]:
+    """Pre-norm attention and MLP, each added to the stream.
+
+    Shapes: x [B, T, D]; keys [B, K, H, S]; values [B, K, S, H]. The last result holds what was observed, by site.
+    """
     rows, new, _ = x.shape
+    tap = Tap(taps, edits)
+    x = tap("input", x, positions)
     with jax.named_scope("attention"):
         fused = matmul(rms_norm(x, weights.attention_norm, config.norm_eps), weights.qkv)
         heads = fused.reshape(rows, new, config.heads + 2 * config.kv_heads, config.head_width)
         q, k, v = jnp.split(heads, (config.heads, config.heads + config.kv_heads), axis=2)
+        q = tap("attention.query", q, positions)
+        k = tap("attention.key", k, positions)
+        v = tap("attention.value", v, positions)
         keys = write(keys, rotate(k, angles), starts, KEY_SLOTS)
         values = write(values, v, starts, VALUE_SLOTS)
-        mixed = attend(rotate(q, angles), keys, values, positions)
-        x = x + matmul(mixed.reshape(rows, new, -1), weights.output)
+        if taps.whole:
+            mixed = mix(tap(WEIGHTS, attention_weights(rotate(q, angles), keys, positions), positions), values)
+        else:
+            mixed = attend(rotate(q, angles), keys, values, positions)
+        mixed = tap("attention.heads", mixed.astype(x.dtype), positions)
+        x = x + tap("attention.output", matmul(mixed.reshape(rows, new, -1), weights.output), positions)
     with jax.named_scope("mlp"):
-        x = x + gated_mlp(rms_norm(x, weights.mlp_norm, config.norm_eps), weights.gate_up, weights.down)
-    return x, keys, values
+        out = gated_mlp(rms_norm(x, weights.mlp_norm, config.norm_eps), weights.gate_up, weights.down)
+        x = x + tap("mlp.output", out, positions)
+    return tap("output", x, positions), keys, values, tap.seen
 
 
 def logits(weights: Weights, hidden: Array) -> Array:

@@ -58,6 +58,28 @@ def attend(queries: Array, keys: Array, values: Array, positions: Array) -> Arra
     return jnp.moveaxis(mixed / total[..., None], 3, 1).reshape(queries.shape).astype(queries.dtype)
 
 
+def attention_weights(queries: Array, keys: Array, positions: Array) -> Array:
+    """The weights of `attend`, all of them: how much each query takes from every slot.
+
+    Shapes: queries [B, T, N, H]; keys [B, K, H, S]; positions int32 [B, T]; result float32 [B, N, T, S].
+    """
+    rows, new, heads, head_width = queries.shape
+    groups, capacity = keys.shape[1], keys.shape[3]
+    grouped = queries.reshape(rows, new, groups, heads // groups, head_width) * head_width**-0.5
+    scores = _score_many(jnp.moveaxis(grouped, 1, 3), keys)
+    visible = jnp.arange(capacity, dtype=jnp.int32)[None, None, :] <= positions[:, :, None]
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, LOWEST), axis=-1)
+    return weights.reshape(rows, heads, new, capacity)
+
+
+def mix(weights: Array, values: Array) -> Array:
+    """The values as the weights mix them. Shapes: weights [B, N, T, S]; values [B, K, S, H]; result [B, T, N, H]."""
+    rows, heads, new, capacity = weights.shape
+    groups = values.shape[1]
+    mixed = _mix_many(weights.reshape(rows, groups, heads // groups, new, capacity), values)
+    return jnp.moveaxis(mixed, 3, 1).reshape(rows, new, heads, values.shape[-1])
+
+
 def _score_many(queries: Array, keys: Array) -> Array:
     keys = keys.astype(queries.dtype)
     return jnp.einsum("bkgth,bkhs->bkgts", queries, keys, preferred_element_type=jnp.float32)

@@ -1,22 +1,38 @@
 """`XlaModel`: weights placed on devices, with the programs and the buckets that serve them. Shared by its sessions."""
 
+import dataclasses
+import hashlib
+import itertools
+import json
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrt import cache, sampling
 from jaxrt.artifacts.tokenizer import Tokenizer
+from jaxrt.buckets import Bucket, BucketPolicy
 from jaxrt.config import ModelConfig
-from jaxrt.decode_session import Bucket, BucketPolicy, DecodeSession, Recipe
+from jaxrt.decode_session import PlanKey
 from jaxrt.errors import RequestError
 from jaxrt.models import steps
+from jaxrt.plans import Plans, Recipe
 from jaxrt.program import Program
 from jaxrt.requests import SamplingParams
-from jaxrt.weights import Weights
+from jaxrt.taps import abstract_edits
+from jaxrt.weights import Weights, named
+
+if TYPE_CHECKING:
+    from jaxrt.sessions.session import XlaSession
+
+_instances = itertools.count()
 
 
 @dataclass(eq=False)
@@ -31,13 +47,31 @@ class XlaModel:
     defaults: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
     path: Path | None = None
     policy: BucketPolicy = field(init=False)
-    decode_session: DecodeSession = field(init=False)
+    plans: Plans = field(init=False)
+    key: PlanKey = field(init=False)
+    sessions: "weakref.WeakSet[XlaSession]" = field(default_factory=weakref.WeakSet, init=False, repr=False)
     closed: bool = field(default=False, init=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
         self.policy = BucketPolicy.covering(self.device.platform, self.config.context, rows=1, capacity=1)
-        self.decode_session = DecodeSession(self.recipe, lambda: jax.default_device(self.device))
+        self.plans = Plans(self.recipe, lambda: jax.default_device(self.device))
+        dtypes = {name: str(leaf.dtype) for name, leaf in named(self.weights).items()}
+        self.key = PlanKey(
+            family=self.config.family,
+            structure=_hash_json({"config": dataclasses.asdict(self.config), "dtypes": dtypes}),
+            instance=next(_instances),
+            dtype=str(self.weights.embedding.dtype),
+            kv_dtype=jnp.dtype(self.cache_dtype).name,
+            placement=str(self.device),
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the config and of every weight: what a saved session belongs to. Reads all weights, once."""
+        with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+            hashes = dict(zip(named(self.weights), pool.map(_hash, named(self.weights).values()), strict=True))
+        return _hash_json({"structure": self.key.structure, "weights": hashes})
 
     def cover(self, rows: int, capacity: int) -> BucketPolicy:
         """The buckets a warm-up for `rows` rows of `capacity` tokens makes; requests within them use no others."""
@@ -52,8 +86,10 @@ class XlaModel:
             return self.policy
 
     def close(self) -> None:
-        """Drop the weights and the executables."""
-        self.decode_session.close()
+        """Close every session; drop the weights and the executables."""
+        for session in tuple(self.sessions):
+            session.close()
+        self.plans.close()
         if not self.closed:
             self.closed = True
             del self.weights
@@ -77,6 +113,10 @@ class XlaModel:
     def _state(self, rows: int) -> Any:
         return self._placed(jax.eval_shape(lambda: steps.empty_state(rows, self.config.vocab)))
 
+    def _edits(self, bucket: Bucket) -> dict[str, Any]:
+        arrays = abstract_edits(bucket.taps, bucket.rows, self.config.context)
+        return {"edits": arrays} if arrays else {}
+
     def _knobs(self, rows: int) -> Any:
         return sampling.abstract_knobs(rows, self.config.vocab)
 
@@ -96,15 +136,16 @@ def _make(model: XlaModel, bucket: Bucket) -> Recipe:
 
 
 def _prefill(model: XlaModel, bucket: Bucket) -> Recipe:
-    program = Program(steps.prefill(model.config), name=f"prefill_{bucket.tokens}", updates=KEPT)
+    program = Program(steps.prefill(model.config, bucket.taps), name=f"prefill_{bucket.tokens}", updates=KEPT)
     specs = {
         "weights": model.weights,
         "kv": model._kv(1, bucket.capacity),
         "state": model._state(1),
         "tokens": _int32(1, bucket.tokens),
         "following": _int32(bucket.tokens),
+        **model._edits(bucket),
     }
-    return Recipe(program, specs, ("logits", "scores"), ("count", "score"))
+    return Recipe(program, specs, ("logits", "scores", *_observed(bucket)), ("count", "score"))
 
 
 def _first(model: XlaModel, bucket: Bucket) -> Recipe:
@@ -120,7 +161,7 @@ def _first(model: XlaModel, bucket: Bucket) -> Recipe:
 def _decode(model: XlaModel, bucket: Bucket) -> Recipe:
     counted = model.policy.platform.counted
     program = Program(
-        steps.decode(model.config, bucket.tokens, counted=counted),
+        steps.decode(model.config, bucket.tokens, counted=counted, taps=bucket.taps),
         name=f"decode_{bucket.tokens}",
         updates=KEPT,
     )
@@ -130,8 +171,14 @@ def _decode(model: XlaModel, bucket: Bucket) -> Recipe:
         "state": model._state(bucket.rows),
         "knobs": model._knobs(bucket.rows),
         "forced": _int32(bucket.rows),
+        **model._edits(bucket),
     }
-    return Recipe(program, specs, ("logits", "packed"), ("count",) if counted else ())
+    symbols = ("count",) if counted and not bucket.taps.observed else ()
+    return Recipe(program, specs, ("logits", "packed", *_observed(bucket)), symbols)
+
+
+def _observed(bucket: Bucket) -> tuple[str, ...]:
+    return ("observed",) if bucket.taps.observed else ()
 
 
 def _move(model: XlaModel, bucket: Bucket) -> Recipe:
@@ -151,4 +198,26 @@ def _grow(model: XlaModel, bucket: Bucket) -> Recipe:
     return Recipe(program, {"kv": model._kv(bucket.rows, bucket.capacity)}, ("kv_next",))
 
 
-_RECIPES = {"make": _make, "prefill": _prefill, "first": _first, "decode": _decode, "move": _move, "grow": _grow}
+def _copy(model: XlaModel, bucket: Bucket) -> Recipe:
+    program = Program(steps.copy, name=f"copy_{bucket.rows}")
+    specs = {"kv": model._kv(bucket.rows, bucket.capacity), "state": model._state(bucket.rows)}
+    return Recipe(program, specs, ("kv_next", "state_next"))
+
+
+_RECIPES = {
+    "make": _make,
+    "prefill": _prefill,
+    "first": _first,
+    "decode": _decode,
+    "move": _move,
+    "grow": _grow,
+    "copy": _copy,
+}
+
+
+def _hash(array: jax.Array) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def _hash_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -35,6 +35,8 @@ class XlaOutput:
     logits: tuple[jax.Array, ...]  # float32 [b, V] each: of one position, or of one row
     packed: tuple[jax.Array, ...]  # int32 [b, n, C] each: sampled tokens and what was asked about them
     scores: tuple[tuple[jax.Array, int], ...] = ()  # int32 [T, C] each, with the number of real tokens among T
+    # of each chunk or position: {path: array}, with the number of real tokens among its T
+    observed: tuple[tuple[dict[str, jax.Array], int], ...] = ()
     by_row: bool = False  # the tuples hold one entry a row (a prefill) rather than one a position
 
     def read(self) -> np.ndarray:

@@ -23,7 +23,7 @@ def warm_up(model: XlaModel, rows: int, capacity: int | None, progress: Progress
             raise RequestError(f"warmup({name}={shown(value)})", expected="a whole number, one or more")
     model.check_open()
     policy = model.cover(rows, min(capacity or DEFAULT_CAPACITY, model.config.context))
-    made = model.decode_session.warm(policy.buckets(), progress)
+    made = model.plans.warm(policy.buckets(), progress)
     for width in policy.rows:
         session = XlaSession(model, width)
         knobs = knob_arrays.neutral(1, model.config.vocab)

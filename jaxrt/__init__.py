@@ -32,11 +32,14 @@ from jaxrt.errors import ContextError as ContextError
 from jaxrt.errors import ExecutionError as ExecutionError
 from jaxrt.errors import JaxrtError as JaxrtError
 from jaxrt.errors import ModelLoadError as ModelLoadError
+from jaxrt.errors import ReboundSymbol as ReboundSymbol
 from jaxrt.errors import RequestError as RequestError
 from jaxrt.errors import SessionCapabilityError as SessionCapabilityError
 from jaxrt.errors import SessionPoisoned as SessionPoisoned
 from jaxrt.errors import TopologyChanged as TopologyChanged
+from jaxrt.errors import UnboundSymbol as UnboundSymbol
 from jaxrt.errors import UnsupportedModel as UnsupportedModel
+from jaxrt.explain import Explanation as Explanation
 from jaxrt.interventions import Add as Add
 from jaxrt.interventions import Apply as Apply
 from jaxrt.interventions import Intervention as Intervention
@@ -55,6 +58,8 @@ from jaxrt.program import Plan as Plan
 from jaxrt.program import Program as Program
 from jaxrt.program import compiles as compiles
 from jaxrt.program import forbid_compile as forbid_compile
+from jaxrt.realize import Prebuilt as Prebuilt
+from jaxrt.realize import SplitOutput as SplitOutput
 from jaxrt.requests import FinishReason as FinishReason
 from jaxrt.requests import Generation as Generation
 from jaxrt.requests import GenerationStats as GenerationStats
@@ -69,6 +74,7 @@ from jaxrt.sessions.outputs import PrefillInput as PrefillInput
 from jaxrt.sessions.outputs import XlaOutput as XlaOutput
 from jaxrt.sessions.session import XlaSession as XlaSession
 from jaxrt.sessions.state import SessionState as SessionState
+from jaxrt.symbols import SymEnv as SymEnv
 from jaxrt.weights import Weights as Weights
 
 __version__ = "0.1.0"

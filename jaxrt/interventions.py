@@ -122,9 +122,10 @@ class MaskLogits(Intervention):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _set(self, "ids", _whole_numbers("ids", self.ids, lowest=0))
         if self.ids is None:
             raise RequestError("ids=None", expected="a list of token ids")
+        unique = tuple(dict.fromkeys(self.ids)) if is_list(self.ids) else self.ids
+        _set(self, "ids", _whole_numbers("ids", unique, lowest=0))
 
 
 def _set(intervention: Intervention, name: str, value: Any) -> None:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxrt import cache, sampling, weights
 from jaxrt.artifacts.load import open_checkpoint
-from jaxrt.config import ModelConfig
 from jaxrt.buckets import PLATFORMS, BucketPolicy
+from jaxrt.config import ModelConfig
 from jaxrt.errors import RequestError
 from jaxrt.markup import table_html
 from jaxrt.models.families import read_config

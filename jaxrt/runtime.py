@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxrt.config import ModelConfig
 from jaxrt.contracts import (
     BackendProvider,
     BackendSession,
+    InspectableBackendSession,
     ModelLoadingBackend,
     PreparedModel,
     SessionCapabilities,
@@ -23,7 +25,13 @@ from jaxrt.edits import check
 from jaxrt.errors import RequestError, SessionCapabilityError
 from jaxrt.interventions import Intervention
 from jaxrt.markup import weights_html
-from jaxrt.observations import BUDGET_BYTES, ObservationRequest, ObservationSelector, ObservationSet
+from jaxrt.observations import (
+    BUDGET_BYTES,
+    InspectedOutput,
+    ObservationRequest,
+    ObservationSelector,
+    ObservationSet,
+)
 from jaxrt.planning import describe
 from jaxrt.prompts import Message, requests_of, tokenizer_of
 from jaxrt.requests import SamplingParams, Score, TokenEvent, is_whole, shown
@@ -44,29 +52,39 @@ class ModelRuntime:
 
     @classmethod
     def prepare(cls, backend: BackendProvider, config: Any) -> "ModelRuntime":
-        """Prepare a model from the backend's own config and make its session."""
-        return cls.from_prepared(backend, backend.prepare_model(config))
+        """Prepare a model from the backend's own config and make its session; raises as from_prepared."""
+        model = backend.prepare_model(config)
+        with _closed_on_failure(model.model):
+            return cls.from_prepared(backend, model)
 
     @classmethod
     def from_prepared(cls, backend: BackendProvider, model: PreparedModel) -> "ModelRuntime":
         """Make the session of a prepared model, which is consumed.
 
-        Raises: SessionCapabilityError unless the session's capabilities are exactly those that were admitted.
+        Raises: SessionCapabilityError unless the session's capabilities are exactly those that were admitted (session
+        and model are closed then); ModelLoadError when the model has its session already.
         """
-        admitted = model.capabilities
         session = backend.create_session(model)
-        realised = session.capabilities()
-        if admitted != realised:
-            raise SessionCapabilityError(f"a session with {realised}", expected=f"exactly the admitted {admitted}")
+        with _closed_on_failure(model.model), _closed_on_failure(session):
+            _check_same("the session", session.capabilities(), model.capabilities)
         return cls(backend, session)
 
     @classmethod
     def load(cls, backend: ModelLoadingBackend, artifact_path: str | os.PathLike[str], options: Any) -> "ModelRuntime":
         """Load an artifact on `backend` and make its session.
 
-        Raises: ArtifactError, UnsupportedModel, ModelLoadError.
+        options: the backend's own. Where they have a field `required`, those SessionCapabilities are looked for in
+        what the artifact's headers promise, before any weight is read.
+        Raises: ArtifactError, UnsupportedModel; SessionCapabilityError for a capability that is missing, or for more or
+        fewer than were declared; ModelLoadError. What was made by then is closed.
         """
-        return cls.from_prepared(backend, backend.load_model(Path(artifact_path), options))
+        path = Path(artifact_path)
+        declared = backend.session_capabilities(path)
+        getattr(options, "required", SessionCapabilities()).validate(declared)
+        model = backend.load_model(path, options)
+        with _closed_on_failure(model.model):
+            _check_same("the loaded model", model.capabilities, declared)
+            return cls.from_prepared(backend, model)
 
     @property
     def backend(self) -> BackendProvider:
@@ -96,6 +114,30 @@ class ModelRuntime:
     def observe_output(self, output: Any) -> ObservationSet:
         """Bring a completed output to the host. Blocks: the explicit synchronisation."""
         return self._session.observe_output(output)
+
+    def inspect_prefill(
+        self, input: Any, request: ObservationRequest, interventions: Sequence[Intervention] = ()
+    ) -> InspectedOutput:
+        """`prefill` with a look inside, and changes to it. Blocks.
+
+        Raises: RequestError where the session has no activation_inspection, or for paths there are not.
+        """
+        return self._inspectable().inspect_prefill(input, request, interventions)
+
+    def inspect_decode(
+        self, input: Any, request: ObservationRequest, interventions: Sequence[Intervention] = ()
+    ) -> InspectedOutput:
+        """`decode` with a look inside, and changes to it. Blocks; raises as inspect_prefill."""
+        return self._inspectable().inspect_decode(input, request, interventions)
+
+    def _inspectable(self) -> InspectableBackendSession:
+        session = self._session
+        if not session.capabilities().activation_inspection or not isinstance(session, InspectableBackendSession):
+            raise RequestError(
+                f"a {type(session).__name__} without activation_inspection",
+                fix="choose a backend that offers it, or observe_output of a plain pass",
+            )
+        return session
 
     # --- text, on XLA sessions ------------------------------------------------------------------------------------
 
@@ -236,6 +278,29 @@ class ModelRuntime:
         held = {} if model.closed else named(model.weights)
         leaves = [(name, tuple(leaf.shape), str(leaf.dtype), leaf.nbytes) for name, leaf in held.items()]
         return weights_html(str(model.path or "model in memory"), describe(model.config), leaves)
+
+
+@contextmanager
+def _closed_on_failure(made: Any) -> Iterator[None]:
+    """Close `made` when the block fails, so that no device memory waits for a traceback to be forgotten. The model of
+    another backend may have nothing to close."""
+    try:
+        yield
+    except BaseException:
+        close = getattr(made, "close", None)
+        if close is not None:
+            close()
+        raise
+
+
+def _check_same(what: str, realised: SessionCapabilities, admitted: SessionCapabilities) -> None:
+    """Raises: SessionCapabilityError for any difference: what was not admitted was not planned for either."""
+    if realised != admitted:
+        raise SessionCapabilityError(
+            f"{what} offers {realised}",
+            expected=f"exactly the admitted {admitted}",
+            fix="correct what the backend declares",
+        )
 
 
 def load(

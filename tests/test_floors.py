@@ -58,7 +58,6 @@ FLOORS = {
     "jaxrt.runtime": 6,
     # 7 programs
     "jaxrt.bench": 7,
-    "jaxrt.display": 7,
     "jaxrt.cli": 7,
     "jaxrt.doctor": 7,
     "jaxrt.terminal": 7,

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrt.contracts import BackendSession, SessionCapabilities
 from jaxrt.buckets import Bucket
+from jaxrt.contracts import BackendSession, SessionCapabilities
 from jaxrt.errors import CapacityError, ExecutionError, RequestError, SessionPoisoned
 from jaxrt.program import forbid_compile
 from jaxrt.sessions.outputs import DecodeInput, PrefillInput, XlaOutput

@@ -15,6 +15,7 @@ from jaxrt.artifacts.checkpoint import Checkpoint
 from jaxrt.artifacts.files import printable, unreadable
 from jaxrt.artifacts.orbax import MARKER, open_orbax
 from jaxrt.artifacts.safetensors import open_safetensors
+from jaxrt.artifacts.sealed import KINDS
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.config import ModelConfig
 from jaxrt.errors import ArtifactError, RequestError
@@ -46,7 +47,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             return _open_gguf(path)
         fix = "give the directory that holds it" if exists else "check the path"
         raise ArtifactError("not a .gguf file" if exists else "no such file", path=path, expected=EXPECTED, fix=fix)
-    if MARKER in names:
+    if any(kind.marker in names for kind in KINDS.values()):
         return open_orbax(path)
     suffixes = {name.rpartition(".")[2].lower() for name in names}
     if "config.json" in names and any(".safetensors" in name for name in names):

@@ -112,7 +112,7 @@ class SessionState:
     def read(cls, directory: str | Path) -> "SessionState":
         """What `save` wrote. Raises: ArtifactError naming what is damaged, or what it is instead."""
         sealed = unseal(directory, kind=KIND, format=FORMAT)
-        header = from_json(_Header, dict(sealed.body), Path(directory), "session")
+        header = from_json(_Header, dict(sealed.body), sealed.manifest, "session", sealed.again)
         state = cls(**vars(header), arrays=sealed.read_all())
         state._check_arrays(Path(directory))
         return state

@@ -1,5 +1,6 @@
 """jaxrt: a runtime for language models written as pure JAX functions."""
 
+from jaxrt import display as display
 from jaxrt.artifacts.hub import resolve as resolve
 from jaxrt.backend import LoadOptions as LoadOptions
 from jaxrt.backend import ModelSource as ModelSource

@@ -122,7 +122,7 @@ class TensorObservation:
     def __post_init__(self) -> None:
         kind = self.data.dtype.kind
         wide = {"b": np.dtype(bool), "i": np.dtype(np.int64), "u": np.dtype(np.uint64)}.get(kind, np.dtype(np.float32))
-        object.__setattr__(self, "data", np.ascontiguousarray(self.data, wide))
+        object.__setattr__(self, "data", np.asarray(self.data, wide, order="C"))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from jaxrt.contracts import (
 )
 from jaxrt.edits import check
 from jaxrt.errors import RequestError, SessionCapabilityError
+from jaxrt.functional import Functional
 from jaxrt.interventions import Intervention
 from jaxrt.markup import weights_html
 from jaxrt.observations import (
@@ -212,6 +213,11 @@ class ModelRuntime:
             requests, _ = requests_of(self._xla().model, prompt, params, messages, session)
             changes = check(self.config, interventions, len(requests))
         return generation.stream(self._xla(), requests, session, changes)
+
+    @property
+    def functional(self) -> Functional:
+        """The model as a pure function, for jax.jit, jax.grad and jax.vmap."""
+        return Functional(self._xla().model)
 
     def score(self, texts: Sequence[Prompt], interventions: Sequence[Intervention] = ()) -> list[Score]:
         """How likely the model finds each text: log-probabilities in nat, one a token, None for the first.

@@ -55,10 +55,12 @@ FLOORS = {
     "jaxrt.prompts": 6,
     "jaxrt.generation": 6,
     "jaxrt.scoring": 6,
+    "jaxrt.functional": 6,
     "jaxrt.runtime": 6,
     # 7 programs
     "jaxrt.bench": 7,
     "jaxrt.cli": 7,
+    "jaxrt.display": 7,
     "jaxrt.doctor": 7,
     "jaxrt.terminal": 7,
     "jaxrt.__main__": 7,

@@ -1,0 +1,117 @@
+"""The functional door: a model as one pure function, for `jax.jit`, `jax.grad` and `jax.vmap`. Nothing is donated."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+from jax.core import Tracer
+
+from jaxrt import cache as kv_cache
+from jaxrt.cache import KVCache
+from jaxrt.edits import Places, check, lower
+from jaxrt.errors import CapacityError, RequestError
+from jaxrt.interventions import Intervention
+from jaxrt.models import decoder
+from jaxrt.observations import LOGITS_PATH, ObservationRequest, ObservationSelector, known_paths
+from jaxrt.sessions.model import XlaModel
+from jaxrt.taps import Tap, Taps
+from jaxrt.weights import Weights
+
+
+@struct.dataclass
+class Cache:
+    """Keys and values with how many tokens each row holds: what `Functional.apply` takes and gives."""
+
+    kv: KVCache
+    lengths: Any  # int32 [B]
+
+
+class Functional:
+    """A model's pass as a pure function of its weights. Attention is computed whole, so that it can be differentiated;
+    results are equivalent to the runtime's. JAX compiles what is jitted here, outside of jaxrt's buckets."""
+
+    def __init__(self, model: XlaModel) -> None:
+        self._model = model
+
+    @property
+    def weights(self) -> Weights:
+        """The runtime's own, not a copy."""
+        self._model.check_open()
+        return self._model.weights
+
+    def cache(self, rows: int, capacity: int) -> Cache:
+        """An empty cache for `rows` sequences of up to `capacity` tokens."""
+        kv = kv_cache.abstract(self._model.config, rows, capacity, self._model.cache_dtype)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kv)
+        return Cache(zeros, jnp.zeros((rows,), jnp.int32))
+
+    def apply(
+        self,
+        weights: Weights,
+        tokens: Any,
+        cache: Cache | None = None,
+        interventions: Sequence[Intervention] = (),
+        *,
+        observe: Sequence[str | ObservationSelector] = (),
+    ) -> tuple[Array, Cache, dict[str, Array]]:
+        """Logits [B, T, V] after each token, the cache with them in it, and what was observed, by path.
+
+        tokens: int32 [B, T] or [T], or embeddings [B, T, D] in their place. cache: what came before them; None:
+        nothing. interventions: with a cache and T = 1 those of decoding apply, else those of prefill; their vectors
+        and strengths may be traced.
+        Raises: RequestError for a bad shape, path or intervention; CapacityError beyond the cache's capacity, where its
+        lengths are not traced.
+        """
+        config = self._model.config
+        x = jnp.asarray(tokens)
+        x = x[None] if x.ndim == 1 else x
+        given = jnp.issubdtype(x.dtype, jnp.floating)
+        if x.ndim != (3 if given else 2) or 0 in x.shape or (given and x.shape[2] != config.width):
+            raise RequestError(
+                f"tokens of shape {list(x.shape)}", expected=f"ids [B, T] or embeddings [B, T, {config.width}]"
+            )
+        if not given:
+            x = self._checked(x)
+        rows, new = x.shape[:2]
+        fresh, cache = cache is None, cache or self.cache(rows, new)
+        ends = (new,) * rows if fresh else self._ends(cache, rows, new, interventions)
+        phase = "decode" if new == 1 and not fresh else "prefill"
+        lowered = lower(config, check(config, interventions, rows), Places(tuple(range(rows)), ends), phase)
+        observed: tuple[str, ...] = ()
+        if observe:
+            observed = ObservationRequest.selected(observe).paths(known_paths(len(config.layers)))
+        tap = Tap(Taps(observed, lowered.edits, whole=True), jax.tree.map(jnp.asarray, lowered.arrays))
+        hidden, kv = decoder.forward(config, weights, cache.kv, x, cache.lengths, tap)
+        positions = cache.lengths[:, None] + jnp.arange(new, dtype=jnp.int32)[None, :]
+        logits = tap(LOGITS_PATH, decoder.logits(weights, hidden), positions)
+        return logits, Cache(kv, cache.lengths + jnp.int32(new)), tap.seen
+
+    def _checked(self, tokens: Array) -> Array:
+        """int32 ids. Raises: RequestError for ids outside the vocabulary, where they are not traced."""
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise RequestError(f"tokens of {tokens.dtype}", expected="int32 ids, or floating embeddings")
+        vocab = self._model.config.vocab
+        if not isinstance(tokens, Tracer):
+            outside = np.asarray(tokens)[(np.asarray(tokens) < 0) | (np.asarray(tokens) >= vocab)]
+            if outside.size:
+                raise RequestError(f"token id {outside[0]}", expected=f"a whole number from 0 to {vocab - 1}")
+        return tokens.astype(jnp.int32)
+
+    def _ends(self, cache: Cache, rows: int, new: int, interventions: Sequence[Intervention]) -> tuple[int, ...]:
+        """Where each row ends: what negative positions count from."""
+        if cache.lengths.shape != (rows,):
+            raise RequestError(f"{rows} rows of tokens", expected=f"{cache.lengths.shape[0]}, the rows of the cache")
+        if not isinstance(cache.lengths, Tracer):
+            ends = tuple(int(length) + new for length in np.asarray(cache.lengths))
+            if max(ends) > min(cache.kv.capacity, self._model.config.context):
+                raise CapacityError(f"{max(ends):,} tokens", expected=f"at most {cache.kv.capacity:,}, the capacity")
+            return ends
+        if any(position < 0 for change in interventions for position in change.positions or ()):
+            raise RequestError(
+                "negative positions over a traced cache", expected="positions counted from 0", fix="name them so"
+            )
+        return (new,) * rows

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +280,82 @@ def test_a_taken_decode_session_is_missed_and_stays_in_place_on_errors(rt: Model
             session.prefill(jaxrt.PrefillInput([1]))
     assert session.context.has_decode_session
     session.prefill(jaxrt.PrefillInput([1]))
+
+
+def test_truncate_to_is_rewind_and_keeps_the_allocation(rt: ModelRuntime):
+    """`truncate_to` is metadata alone: the same buffers at the same address, the same `alloc_id`."""
+    session = begun(rt)
+    identity, kv = session.context.alloc_id("kv"), session.context["kv"]
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(kv)]
+    session.rewind(3)
+    assert list(session.lengths) == [3] and session.tokens == (tuple(PROMPT[:3]),)
+    assert session.context.alloc_id("kv") == identity
+    assert session.context["kv"].keys[0] is kv.keys[0]
+    rt.generate([9], GREEDY, session=session)
+    assert session.context.alloc_id("kv") == identity  # written in place
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(session.context["kv"])] == places
+
+
+def test_alloc_id_is_minted_anew_by_a_new_cache(rt: ModelRuntime):
+    session = begun(rt)
+    seen = [session.context.alloc_id("kv")]
+    for renew in (lambda: session.reset(), lambda: session.resume(begun(rt).snapshot())):
+        renew()
+        rt.generate(PROMPT, GREEDY, session=session)
+        assert session.context.alloc_id("kv") not in seen
+        seen.append(session.context.alloc_id("kv"))
+
+
+@pytest.mark.parametrize("program", ["copy", "decode", "prefill"])
+def test_an_interrupt_in_a_donating_call_leaves_original_and_fork_usable(
+    rt: ModelRuntime, monkeypatch: pytest.MonkeyPatch, program: str
+):
+    """Ctrl-C after the device was told: in the copy that a first write to a fork makes, and in passes with edits."""
+    session = begun(rt)
+    fork = session.fork()
+    run = fork.context.run
+    changes = [jaxrt.Zero("model.layers.0.attention.heads", heads=[0])]
+
+    def interrupted(plan: Any, *arguments: Any) -> Any:
+        found = run(plan, *arguments)
+        if plan.name.startswith(program):
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(fork.context, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rt.generate([9, 8], GREEDY, session=fork, interventions=changes)
+    monkeypatch.undo()
+    for one in (fork, session):
+        one.rewind(len(PROMPT))
+    after = [rt.generate([9, 8], GREEDY, session=one, interventions=changes).tokens for one in (fork, session)]  # type: ignore[union-attr]
+    assert after[0] == after[1]
+
+
+def test_threads_on_one_session_and_its_forks_take_turns(rt: ModelRuntime):
+    """Each thread's call is whole: submissions of several threads add up, and their inspections are their own."""
+    session = begun(rt)
+    branches = [session.fork() for _ in range(3)]
+    start = int(session.lengths[0])
+    request = jaxrt.ObservationRequest.selected(["model.layers.0.output"])
+    wanted = session.fork().inspect_decode(jaxrt.DecodeInput(positions=3), request)
+    failures: list[BaseException] = []
+
+    def work(one: XlaSession) -> None:
+        try:
+            for _ in range(2):
+                one.decode(jaxrt.DecodeInput(positions=3))
+            one.inspect_decode(jaxrt.DecodeInput(positions=3), request)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(one,)) for one in [session, session, *branches]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert list(session.lengths) == [start + 18] and all(list(one.lengths) == [start + 9] for one in branches)
+    assert len({one.tokens for one in branches}) == 1
+    assert session.tokens[0][: start + 9] == branches[0].tokens[0][: start + 9]
+    assert wanted.observations["model.layers.0.output"].shape[1] == 3  # type: ignore[union-attr]

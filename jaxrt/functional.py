@@ -32,7 +32,8 @@ class Cache:
 
 class Functional:
     """A model's pass as a pure function of its weights. Attention is computed whole, so that it can be differentiated;
-    results are equivalent to the runtime's. JAX compiles what is jitted here, outside of jaxrt's buckets."""
+    results are equivalent to the runtime's. JAX compiles what is jitted here, outside of jaxrt's buckets: give it the
+    weights as an argument, since those that a jitted function closes over become constants, minutes to compile."""
 
     def __init__(self, model: XlaModel) -> None:
         self._model = model

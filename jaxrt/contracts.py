@@ -109,7 +109,7 @@ class BackendSession(Protocol):
         ...
 
     def prefill(self, input: Any) -> Submission:
-        """Submit a prompt; nothing blocks."""
+        """Submit a prompt. Blocks at most for what was submitted before it."""
         ...
 
     def decode(self, input: Any) -> Submission:

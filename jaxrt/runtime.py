@@ -105,7 +105,7 @@ class ModelRuntime:
         return self._session.capabilities()
 
     def prefill(self, input: Any) -> Submission:
-        """Submit a prompt to the session; nothing blocks."""
+        """Submit a prompt to the session. Blocks at most for what was submitted before it."""
         return self._session.prefill(input)
 
     def decode(self, input: Any) -> Submission:
@@ -256,7 +256,9 @@ class ModelRuntime:
     def close(self) -> None:
         """Free the device memory: sessions, weights, executables. Further calls raise."""
         if isinstance(self._session, XlaSession):
-            self._session.model.close()
+            self._session.model.close()  # closes its sessions, this one among them
+        else:
+            self._session.close()
 
     def __enter__(self) -> "ModelRuntime":
         return self

@@ -333,6 +333,14 @@ def test_a_failed_pass_surfaces_at_wait_and_the_session_says_so_until_it_is_rese
     assert_close(seen(rt, rt.prefill(kit.prompt(TOKENS)))[0, 0], expected()[-1])
 
 
+def test_closing_the_runtime_closes_its_session(kit: Kit):
+    with ModelRuntime.from_prepared(kit.backend, kit.owned()) as rt:
+        rt.prefill(kit.prompt(TOKENS)).wait()
+    with pytest.raises(RequestError, match="closed"):
+        rt.prefill(kit.prompt(TOKENS))
+    rt.close()  # which is nothing new
+
+
 def test_a_closed_session_says_so(kit: Kit, rt: ModelRuntime):
     rt.prefill(kit.prompt(TOKENS))
     rt.session.close()

@@ -344,6 +344,16 @@ def test_a_closed_session_says_so():
         session.reset()
 
 
+def test_finished_positions_are_not_held_on_the_device():
+    """Each unread output holds [B, V] logits: a loop of `decode().wait()` would otherwise pile them up."""
+    session = fresh()
+    session.prefill(PrefillInput(PROMPT))
+    for _ in range(12):
+        session.decode(DecodeInput()).wait()
+    assert len(session._unread) <= 1
+    assert list(session.lengths) == [40 + 12]
+
+
 def test_two_threads_take_turns():
     session = fresh()
     session.prefill(PrefillInput(PROMPT))

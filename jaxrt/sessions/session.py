@@ -141,7 +141,8 @@ class XlaSession(RowSession):
     # --- BackendSession -------------------------------------------------------------------------------------------
 
     def prefill(self, input: PrefillInput) -> Submission[XlaOutput]:
-        """Append tokens; the logits are those after each row's last one. Nothing blocks but a first compile.
+        """Append tokens; the logits are those after each row's last one. Blocks for a first compile, and until what
+        was submitted before is done.
 
         Raises: RequestError for no tokens, or ids outside the vocabulary; CapacityError past the model's context.
         """
@@ -243,6 +244,7 @@ class XlaSession(RowSession):
     ) -> XlaOutput:
         """Given tokens, and observed ones, a position a call; others as many as a call takes."""
         self._begin([count] * self.rows)
+        self.note_finished()
         knobs = knob_arrays.neutral(self.rows, self.model.config.vocab)
         inside: dict[str, Any] = {"observed": observed, "edits": edits}
         if forced:

@@ -153,6 +153,11 @@ class RowSession:
         while self._unread:
             self._note_oldest()
 
+    def note_finished(self) -> None:
+        """Read what is done without waiting for the rest: unread outputs hold their logits on the device."""
+        while self._unread and all(array.is_ready() for array in self._unread[0].output.packed):
+            self._note_oldest()
+
     def anticipate(self, prompts: Sequence[int], reach: int, end: int) -> None:
         """Start compiling in the background what prompts of these lengths need: first for `reach` tokens, then up to
         `end`."""

@@ -18,6 +18,9 @@ Value = Any  # numbers, numpy, a TensorObservation; or a jax.Array, traced ones 
 class Intervention:
     """A change at `path`, where `*` stands for every layer's number.
 
+    A path is part of the compiled program; all else is traced. To sweep over layers, change all of them in one list and
+    let the strengths of all but one be 0.
+
     positions: places in the sequence, counted from 0, or from the end of the prompt when negative; None is all.
     rows: of the batch: the place of a prompt in a list of prompts; None is all. phase: when it applies.
     """

@@ -141,7 +141,8 @@ class XlaSession(RowSession):
     # --- BackendSession -------------------------------------------------------------------------------------------
 
     def prefill(self, input: PrefillInput) -> Submission[XlaOutput]:
-        """Append tokens; the logits are those after each row's last one. Blocks for a first compile, and until what
+        """Append tokens; the logits are those after each row's last one, and the likeliest next token is noted as the
+        one that decoding goes on from (`rewind` drops it). Blocks for a first compile, and until what
         was submitted before is done.
 
         Raises: RequestError for no tokens, or ids outside the vocabulary; CapacityError past the model's context.

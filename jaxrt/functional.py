@@ -64,8 +64,8 @@ class Functional:
         tokens: int32 [B, T] or [T], or embeddings [B, T, D] in their place. cache: what came before them; None:
         nothing. interventions: with a cache and T = 1 those of decoding apply, else those of prefill; their vectors
         and strengths may be traced.
-        Raises: RequestError for a bad shape, path or intervention; CapacityError beyond the cache's capacity, where its
-        lengths are not traced.
+        Raises: RequestError for a bad shape, path or intervention; CapacityError beyond the model's context or the
+        cache's capacity, as far as its lengths are not traced.
         """
         config = self._model.config
         x = jnp.asarray(tokens)
@@ -79,9 +79,10 @@ class Functional:
             x = self._checked(x)
         rows, new = x.shape[:2]
         fresh, cache = cache is None, cache or self.cache(rows, new)
-        ends = (new,) * rows if fresh else self._ends(cache, rows, new, interventions)
+        changes = check(config, interventions, rows)
+        ends = self._ends(None if fresh else cache.lengths, rows, new, cache.kv.capacity, changes)
         phase = "decode" if new == 1 and not fresh else "prefill"
-        lowered = lower(config, check(config, interventions, rows), Places(tuple(range(rows)), ends), phase)
+        lowered = lower(config, changes, Places(tuple(range(rows)), ends), phase)
         observed: tuple[str, ...] = ()
         if observe:
             observed = ObservationRequest.selected(observe).paths(known_paths(len(config.layers)))
@@ -102,17 +103,21 @@ class Functional:
                 raise RequestError(f"token id {outside[0]}", expected=f"a whole number from 0 to {vocab - 1}")
         return tokens.astype(jnp.int32)
 
-    def _ends(self, cache: Cache, rows: int, new: int, interventions: Sequence[Intervention]) -> tuple[int, ...]:
-        """Where each row ends: what negative positions count from."""
-        if cache.lengths.shape != (rows,):
-            raise RequestError(f"{rows} rows of tokens", expected=f"{cache.lengths.shape[0]}, the rows of the cache")
-        if not isinstance(cache.lengths, Tracer):
-            ends = tuple(int(length) + new for length in np.asarray(cache.lengths))
-            if max(ends) > min(cache.kv.capacity, self._model.config.context):
-                raise CapacityError(f"{max(ends):,} tokens", expected=f"at most {cache.kv.capacity:,}, the capacity")
-            return ends
-        if any(position < 0 for change in interventions for position in change.positions or ()):
-            raise RequestError(
-                "negative positions over a traced cache", expected="positions counted from 0", fix="name them so"
-            )
-        return (new,) * rows
+    def _ends(
+        self, before: Any, rows: int, new: int, capacity: int, changes: Sequence[Intervention]
+    ) -> tuple[int, ...]:
+        """Where each row ends: what negative positions count from. before: the lengths of a cache that was given."""
+        if before is not None and before.shape != (rows,):
+            raise RequestError(f"{rows} rows of tokens", expected=f"{before.shape[0]}, the rows of the cache")
+        ends = (new,) * rows
+        if isinstance(before, Tracer):
+            if any(position < 0 for change in changes for position in change.positions or ()):
+                raise RequestError(
+                    "negative positions over a traced cache", expected="positions counted from 0", fix="name them so"
+                )
+        elif before is not None:
+            ends = tuple(int(length) + new for length in np.asarray(before))
+        for name, room in (("capacity of the cache", capacity), ("context of the model", self._model.config.context)):
+            if max(ends) > room:
+                raise CapacityError(f"{max(ends):,} tokens", expected=f"at most {room:,}, the {name}")
+        return ends

@@ -53,6 +53,8 @@ class Entry:
 
 def placed(name: str, leaves: Sequence[Any], device: Placement) -> tuple[Array, ...]:
     """The leaves on the device. Numpy's are copied: JAX would go on using their memory, on which they are written."""
+    if any(isinstance(leaf, Array) and leaf.is_deleted() for leaf in leaves):
+        raise ContextError(f"{name!r} holds an array that was donated or deleted", fix="insert what replaced it")
     where = sharding_of(device)
     if all(isinstance(leaf, Array) and leaf.committed and leaf.sharding == where for leaf in leaves):
         return tuple(leaves)  # they are there: the weights of every session, whose placing took 5 ms

@@ -67,10 +67,6 @@ def branching(rt: jaxrt.ModelRuntime, repeats: int, tokens: list[int]) -> list[t
     """A session of 1,000 tokens: its fork, the copy at the first write, and 8 branches beside 8 prefills."""
     session = rt.new_session()
     session.prefill(jaxrt.PrefillInput(tokens)).wait()
-    one = jaxrt.DecodeInput(positions=1)
-
-    def write(other: jaxrt.XlaSession) -> None:
-        other.decode(one).wait()
 
     def write_own() -> None:
         session.rewind(len(tokens))

@@ -435,6 +435,14 @@ def test_a_lost_value_does_not_start_anew_from_its_constant_but_may_be_begun_aga
     np.testing.assert_array_equal(context["total"], X)
 
 
+def test_a_deleted_array_is_refused_where_it_is_inserted():
+    context, gone = counting(), jax.device_put(X, jax.devices()[0])
+    gone.delete()
+    with pytest.raises(ContextError, match="'x' holds an array that was donated"):
+        context["x"] = gone
+    np.testing.assert_array_equal(context["x"], X)  # what was there stays
+
+
 def test_a_failed_device_is_an_execution_error_and_a_deleted_array_a_lost_value():
     context = counting()
     made = context.prebuild(STEP, "twice", env={"times": 1}).plan

@@ -97,6 +97,12 @@ def test_bad_input_is_refused(rt: ModelRuntime):
         door.apply(door.weights, [True])
     with pytest.raises(jaxrt.CapacityError, match="capacity"):
         door.apply(door.weights, PROMPT, door.cache(1, 4))
+    beyond = [1] * (CONFIG.context + 1)
+    for cache in (None, door.cache(1, CONFIG.context + 8)):
+        with pytest.raises(jaxrt.CapacityError, match="context of the model"):
+            door.apply(door.weights, beyond, cache)
+    with pytest.raises(jaxrt.CapacityError, match="capacity of the cache"):  # as far as it can be said while tracing
+        jax.eval_shape(lambda given: door.apply(door.weights, PROMPT, given), door.cache(1, 4))
     with pytest.raises(jaxrt.RequestError, match="rows of the cache"):
         door.apply(door.weights, PROMPT, door.cache(2, 16))
     with pytest.raises(jaxrt.RequestError, match="no place"):

@@ -143,5 +143,8 @@ def _legend(names: Sequence[str], x: float, y: float) -> tuple[list[Shape], floa
     for index, text in enumerate(texts):
         colour, dash = _look(index)
         middle = y + 10 + index * 18
-        shapes += [Line([(x, middle), (x + 22, middle)], colour, 2, dash=dash), Label(x + 28, middle + 4, text, _SIZE)]
+        shapes += [
+            Line([(x, middle), (x + 22, middle)], colour, 2, dash=dash),
+            Label(x + 28, middle + 4, text, _SIZE, title=visible(names[index])),
+        ]
     return shapes, 28 + max(map(cells, texts)) * _SIZE * CELL, y + 20 + len(texts) * 18

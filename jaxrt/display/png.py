@@ -70,17 +70,16 @@ def _grid(axes: Any, grid: Grid, order: int, _: list[str]) -> None:
 
     cells = np.array([[to_rgba(colour or PAPER, 1.0 if colour else 0.0) for colour in row] for row in grid.colours])
     right, bottom = grid.x + cells.shape[1] * grid.width, grid.y + cells.shape[0] * grid.height
-    axes.imshow(
-        cells, extent=(grid.x, right, bottom, grid.y), interpolation="nearest", aspect="auto", zorder=order
-    )  # fmt: skip
+    extent = (grid.x, right, bottom, grid.y)
+    axes.imshow(cells, extent=extent, interpolation="nearest", aspect="auto", zorder=order)
 
 
 def _line(axes: Any, line: Line, order: int, _: list[str]) -> None:
     xs, ys = zip(*line.points, strict=True)
-    dashes = {"dashes": [part / line.width for part in line.dash]} if line.dash else {}
-    axes.plot(
-        xs, ys, color=line.colour or INK, linewidth=_points(line.width), alpha=line.opacity, zorder=order, **dashes
-    )  # fmt: skip
+    paint: dict[str, Any] = {"color": line.colour or INK, "alpha": line.opacity, "linewidth": _points(line.width)}
+    if line.dash:
+        paint["dashes"] = [part / line.width for part in line.dash]
+    axes.plot(xs, ys, zorder=order, **paint)
 
 
 def _dot(axes: Any, dot: Dot, order: int, _: list[str]) -> None:

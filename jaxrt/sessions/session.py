@@ -142,8 +142,8 @@ class XlaSession(RowSession):
 
     def prefill(self, input: PrefillInput) -> Submission[XlaOutput]:
         """Append tokens; the logits are those after each row's last one, and the likeliest next token is noted as the
-        one that decoding goes on from (`rewind` drops it). Blocks for a first compile, and until what
-        was submitted before is done.
+        one that decoding goes on from (`rewind` drops it). Blocks for a first compile, and until what was submitted
+        before is done.
 
         Raises: RequestError for no tokens, or ids outside the vocabulary; CapacityError past the model's context.
         """

@@ -13,6 +13,8 @@ from jaxrt.errors import ContextError
 
 Placement = jax.Device | jax.sharding.Sharding
 
+ALIGNED = 64  # bytes
+
 _alloc_ids = itertools.count(1)  # of this process; never used twice
 
 
@@ -58,11 +60,23 @@ def placed(name: str, leaves: Sequence[Any], device: Placement) -> tuple[Array, 
     where = sharding_of(device)
     if all(isinstance(leaf, Array) and leaf.committed and leaf.sharding == where for leaf in leaves):
         return tuple(leaves)  # they are there: the weights of every session, whose placing took 5 ms
-    owned = [leaf if isinstance(leaf, Array) else np.array(leaf) for leaf in leaves]
+    given = [leaf if isinstance(leaf, Array) else _unaligned(leaf) for leaf in leaves]
     try:
-        return tuple(jax.device_put(owned, device))
+        return tuple(jax.block_until_ready(jax.device_put(given, device)))  # until JAX has read them
     except (TypeError, ValueError) as error:
         raise ContextError(f"{name!r} cannot be placed on {where_text(device)}: {error}") from error
+
+
+def _unaligned(leaf: Any) -> np.ndarray:
+    """The host's array where JAX has to copy it: `device_put` goes on using memory aligned to 64 bytes."""
+    array = np.asarray(leaf)
+    if array.dtype.hasobject or not array.nbytes or (array.flags.c_contiguous and array.ctypes.data % ALIGNED):
+        return array  # the first two hold nothing, or nothing that goes on a device
+    buffer = np.empty(array.nbytes + 2 * ALIGNED, np.uint8)
+    start = -buffer.ctypes.data % ALIGNED + array.itemsize % ALIGNED
+    other = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    other[...] = array
+    return other
 
 
 def sharding_of(device: Placement) -> jax.sharding.Sharding:

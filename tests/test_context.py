@@ -482,3 +482,18 @@ def test_a_context_shows_its_values_in_a_line_and_in_a_table():
     html = context._repr_html_()
     assert "&lt;kv&gt;" in html and "<kv>" not in html and "2 × int32[2, 3]" in html and "2 other shapes" in html
     assert html.count("shared") == 1 and "float32[3, 4]" in html and "48 B" in html
+
+
+@pytest.mark.parametrize("offset", [0, 4, 16, 60])
+def test_what_comes_from_numpy_is_the_contexts_own_at_any_alignment(offset):
+    """JAX borrows memory that is aligned to 64 bytes: writes to it would show, and donating it would copy."""
+    memory = np.zeros(4_096 + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    given = memory[start : start + 4_096].view(np.float32)
+    context = InferenceContext(jax.devices()[0])
+    context["x"] = given
+    address = context["x"].unsafe_buffer_pointer()
+    given[:] = 7
+    assert not bool(jax.numpy.any(context["x"]))  # a view of numpy would keep it from being donated
+    doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(context["x"])
+    assert doubled.unsafe_buffer_pointer() == address

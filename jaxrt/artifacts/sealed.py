@@ -388,11 +388,14 @@ def from_json(kind: Any, value: Any, path: Path, field: str, fix: str = "copy th
     Fields that are left out take their defaults. Raises: ArtifactError for anything that does not fit.
     """
     origin, arguments = get_origin(kind), get_args(kind)
-    wrong = ArtifactError(f"{value!r:.80}", path=path, field=field, expected=str(kind), fix=fix)
+
+    def wrong() -> ArtifactError:
+        return ArtifactError(f"{value!r:.80}", path=path, field=field, expected=str(kind), fix=fix)
+
     if dataclasses.is_dataclass(kind):
         fields = {entry.name: entry for entry in dataclasses.fields(kind)}
         if not isinstance(value, dict):
-            raise wrong
+            raise wrong()
         for name in value.keys() - fields.keys():
             raise ArtifactError(
                 "unknown", path=path, field=f"{field}.{printable(name)}", fix="read it with the jaxrt that wrote it"
@@ -406,11 +409,11 @@ def from_json(kind: Any, value: Any, path: Path, field: str, fix: str = "copy th
         )
     if origin is tuple:
         if not isinstance(value, list):
-            raise wrong
+            raise wrong()
         return tuple(from_json(arguments[0], item, path, field, fix) for item in value)
     if origin is dict:
         if not isinstance(value, dict):
-            raise wrong
+            raise wrong()
         return {
             key: from_json(arguments[1], item, path, f"{field}.{printable(key)}", fix) for key, item in value.items()
         }
@@ -419,10 +422,10 @@ def from_json(kind: Any, value: Any, path: Path, field: str, fix: str = "copy th
         return None if value is None else from_json(inner, value, path, field, fix)
     if origin is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in arguments):
-            raise wrong
+            raise wrong()
         return value
     if kind is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
     if kind is float or type(value) is not kind:
-        raise wrong
+        raise wrong()
     return value

@@ -400,10 +400,9 @@ class RowSession:
             return
         self.reserve(capacity)
         with self._submitting() as plans:
-            own = plans.plan(Bucket("copy", self.rows, self.capacity))
+            self.context.discard("kv")  # before as much is taken again
             self.context["kv"] = state.cache(self.rows, self.capacity)
             self.context["state"] = self.context["state"].replace(sampler=state.sampler(self.rows))
-            self._hold(own, {})  # what came from the host may be the host's memory still
             plans.bind(Allocation.of(self.context))
         self._told = False
         self._mirror = [*state.mirror(), *(Row() for _ in range(self.rows - len(state.tokens)))]

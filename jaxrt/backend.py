@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from jaxrt import weights
 from jaxrt.artifacts.load import generation_defaults, load_tokenizer, load_weights, open_checkpoint
@@ -21,7 +20,7 @@ from jaxrt.contracts import (
 )
 from jaxrt.errors import ModelLoadError, RequestError
 from jaxrt.models.families import read_config
-from jaxrt.planning import resolve_dtype
+from jaxrt.planning import resolve_dtype, resolve_storage
 from jaxrt.requests import SamplingParams
 from jaxrt.sessions.model import XlaModel
 from jaxrt.sessions.session import CAPABILITIES, XlaSession
@@ -30,10 +29,12 @@ from jaxrt.sessions.session import CAPABILITIES, XlaSession
 @dataclass(frozen=True)
 class LoadOptions:
     """How to load. dtype "auto" is float32 on CPU and bfloat16 elsewhere; kv_dtype "auto" is the same as the
-    weights'."""
+    weights'. quantize: "auto" keeps packed weights of a file packed on a CPU with the native kernels, unless a dtype is
+    named; "keep" does so anywhere; "none" unpacks them; "int8" and "int4" pack what is not packed."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    quantize: Literal["auto", "none", "keep", "int8", "int4"] = "auto"
     required: SessionCapabilities = SessionCapabilities()
     progress: Callable[[int, int], None] | None = None  # bytes of weights placed, of all
 
@@ -100,12 +101,13 @@ class XlaBackend:
         options.required.validate(CAPABILITIES)
         dtype = resolve_dtype(options.dtype, self.device.platform)
         kv_dtype = dtype if options.kv_dtype == "auto" else resolve_dtype(options.kv_dtype, self.device.platform)
+        storage = resolve_storage(options.quantize, options.dtype, self.device.platform)
         tokenizer, defaults = load_tokenizer(checkpoint), generation_defaults(checkpoint, config)
 
-        def place(name: str, spec: weights.ArraySpec, data: np.ndarray) -> jax.Array:
+        def place(name: str, spec: weights.ArraySpec, data: Any) -> Any:
             return jax.device_put(data, self.device)
 
-        loaded = load_weights(checkpoint, config, dtype=dtype, place=place, progress=options.progress)
+        loaded = load_weights(checkpoint, config, dtype=dtype, storage=storage, place=place, progress=options.progress)
         return self.prepare_model(ModelSource(config, loaded, kv_dtype, tokenizer, defaults, checkpoint.path))
 
 

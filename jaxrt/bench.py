@@ -22,7 +22,7 @@ from jaxrt.errors import RequestError
 from jaxrt.program import compiles
 from jaxrt.runtime import ModelRuntime
 from jaxrt.sessions.session import XlaSession
-from jaxrt.weights import named
+from jaxrt.weights import named, stored
 
 BANDWIDTH_BYTES = 256 << 20  # read once a run: far beyond any cache
 MATMUL_WIDTH = 1_024
@@ -107,7 +107,7 @@ def measure(
         model=model,
         weights_bytes=sum(leaf.nbytes for leaf in named(held.weights).values()),
         n_params=held.config.parameters,
-        dtype=held.weights.embedding.dtype.name,
+        dtype=stored(held.weights),
         kv_dtype=np.dtype(held.cache_dtype).name,
         bandwidth_gbs=statistics.median(b for b, _ in peaks) / 1e9,
         matmul_gflops=statistics.median(p for _, p in peaks) / 1e9,

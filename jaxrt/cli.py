@@ -23,6 +23,12 @@ model_option = click.option(
 device_option = click.option("--device", default=None, help='"cpu", "gpu", "gpu:1"; JAX\'s default if left out.')
 dtype_option = click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto")
 kv_dtype_option = click.option("--kv-dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto")
+quantize_option = click.option(
+    "--quantize",
+    type=click.Choice(["auto", "none", "keep", "int8", "int4"]),
+    default="auto",
+    help="How weights are held: packed as the file has them where that pays (auto), or packed at load.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -55,6 +61,7 @@ def commands(context: click.Context, debug: bool) -> None:
 @device_option
 @dtype_option
 @kv_dtype_option
+@quantize_option
 def run(
     prompt: str | None, model: str, chat: bool, system: str | None, stats: bool, as_json: bool, **options: Any
 ) -> None:
@@ -137,6 +144,7 @@ def _load(model: str, options: dict[str, Any]) -> Any:
             device=options["device"],
             dtype=options["dtype"],
             kv_dtype=options["kv_dtype"],
+            quantize=options["quantize"],
             progress=progress.bytes(f"loading {model}"),
         )
 
@@ -148,15 +156,16 @@ def _load(model: str, options: dict[str, Any]) -> Any:
 @click.option("--platform", type=click.Choice(["cpu", "gpu"]), default=None, help="Plan for another kind of device.")
 @dtype_option
 @kv_dtype_option
+@quantize_option
 @json_option
-def plan(model: str, rows: int, capacity: int, platform: str | None, dtype: str, kv_dtype: str, as_json: bool) -> None:
+def plan(model: str, as_json: bool, **options: Any) -> None:
     """Bytes, buckets and compiles of MODEL, from its headers alone: nothing is allocated."""
     import jaxrt
     from jaxrt.planning import plan_artifact
 
     with Progress() as progress:
         path = jaxrt.resolve(model, progress=progress.fetching)
-    found = plan_artifact(path, rows=rows, capacity=capacity, dtype=dtype, kv_dtype=kv_dtype, platform=platform)
+    found = plan_artifact(path, **options)
     if as_json:
         click.echo(json.dumps({"model": model, **found.as_json()}))
     else:
@@ -193,6 +202,7 @@ def doctor(as_json: bool) -> None:
 @device_option
 @dtype_option
 @kv_dtype_option
+@quantize_option
 def bench(model: str, output: str, as_json: bool, **options: Any) -> None:
     """Measure prefill and decode of MODEL like llama-bench, beside this device's bandwidth and matmul peak."""
     from jaxrt.bench import measure, render
@@ -236,6 +246,7 @@ def convert(output: str, model: str, dtype: str, as_json: bool) -> None:
 @device_option
 @dtype_option
 @kv_dtype_option
+@quantize_option
 def score(texts: tuple[str, ...], model: str, as_json: bool, **options: Any) -> None:
     """How likely MODEL finds each of TEXTS (or the text on stdin), in nat a token."""
     asked = list(texts) or [sys.stdin.read()]

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxrt import __version__, compile_cache
+from jaxrt import __version__, compile_cache, native
 from jaxrt.artifacts.hub import DEMO_MODELS, default_cache
 from jaxrt.markup import bytes_text
 
@@ -87,6 +87,7 @@ def examine() -> list[Finding]:
         ]
     return [
         *found,
+        check_kernels(native.instruction_set(), native.missing()),
         *check_environment(os.environ),
         *_jax_options(),
         check_compile_cache(Path(OPTIONS.jax_compilation_cache_dir or compile_cache.default_directory())),
@@ -265,6 +266,13 @@ def _jax_options() -> list[Finding]:
         advice = "it runs donated calls again, which fails (jax issue 12514); unset JAX_DEBUG_NANS"
         found.append(Finding("jax_debug_nans", "True", "warn", advice))
     return found
+
+
+def check_kernels(instruction_set: str | None, missing: str | None) -> Finding:
+    """Whether the native kernels for CPUs are there; without them XLA does the same, more slowly."""
+    if missing is None:
+        return Finding("native kernels", f"{instruction_set}")
+    return Finding("native kernels", "none", "warn", f"decoding on CPU is several times slower: {missing}")
 
 
 # Directories

@@ -313,6 +313,7 @@ class _Loop:
                 decode_tps=(new - 1) / decoding if new > 1 and decoding > 0 else 0.0,
                 compile_s=waited,
                 compiles=compiles().misses - self.compiled,
+                kernels=self.session.model.kernels,
             ),
             stop_reason=sample.stop_reason,
             logprobs=tuple(sample.logprobs) if params.logprobs is not None else None,

@@ -1,5 +1,6 @@
 """What a model will take, from its headers alone: bytes, buckets and compiles, before anything is allocated."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrt import cache, sampling, weights
+from jaxrt import cache, native, sampling, weights
 from jaxrt.artifacts.load import open_checkpoint
+from jaxrt.artifacts.packing import QUANTIZED, held
 from jaxrt.buckets import PLATFORMS, BucketPolicy
 from jaxrt.config import ModelConfig
 from jaxrt.errors import RequestError
@@ -20,6 +22,7 @@ MIB = 1 << 20
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 # XLA's CPU backend widens bfloat16 element by element: ten times slower at one row than float32.
 NATIVE_DTYPE = {"cpu": "float32"}
+QUANTIZE = ("auto", "none", "keep", *QUANTIZED)
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,10 @@ def plan_model(
     dtype: Any = jnp.float32,
     kv_dtype: Any = None,
     platform: str = "cpu",
+    specs: weights.Weights | None = None,
 ) -> ModelPlan:
-    """The plan of serving `config` with up to `rows` rows of `capacity` tokens.
+    """The plan of serving `config` with up to `rows` rows of `capacity` tokens. specs: how the weights are held; None:
+    as arrays of `dtype`.
 
     Raises: RequestError for rows or a capacity below one, or an unknown platform.
     """
@@ -87,8 +92,9 @@ def plan_model(
     policy = BucketPolicy.covering(platform, config.context, rows, capacity)
     per_row = cache.row_nbytes(config, policy.capacities[-1], kv_dtype)
     sampler = _sampler_nbytes(config.vocab)
-    held = weights.nbytes(weights.abstract(config, dtype))
-    workspace = _workspace(config, policy, dtype)
+    specs = specs or weights.abstract(config, dtype)
+    held = weights.nbytes(specs)
+    workspace = _workspace(config, policy, dtype) + _unpacked_nbytes(specs)
     lanes = policy.rows[-1] + (policy.rows[-1] > 1)
     return ModelPlan(
         parameters=config.parameters,
@@ -104,13 +110,20 @@ def plan_model(
         buckets=tuple(map(str, policy.buckets())),
         compiles=len(policy.buckets()),
         context=config.context,
-        dtype=jnp.dtype(dtype).name,
+        dtype=weights.stored(specs),
         kv_dtype=jnp.dtype(kv_dtype).name,
     )
 
 
 def plan_artifact(
-    path: Path, *, rows: int, capacity: int, dtype: str = "auto", kv_dtype: str = "auto", platform: str | None = None
+    path: Path,
+    *,
+    rows: int,
+    capacity: int,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    quantize: str = "auto",
+    platform: str | None = None,
 ) -> ModelPlan:
     """The plan of a checkpoint, read from its headers. platform None: that of JAX's default device.
 
@@ -118,14 +131,29 @@ def plan_artifact(
     """
     platform = platform or jax.default_backend()
     weights_dtype = resolve_dtype(dtype, platform)
+    checkpoint = open_checkpoint(path)
+    config = read_config(checkpoint)
     return plan_model(
-        read_config(open_checkpoint(path)),
+        config,
         rows=rows,
         capacity=capacity,
         dtype=weights_dtype,
         kv_dtype=weights_dtype if kv_dtype == "auto" else resolve_dtype(kv_dtype, platform),
         platform=platform,
+        specs=held(checkpoint, config, weights_dtype, resolve_storage(quantize, dtype, platform)),
     )
+
+
+def resolve_storage(quantize: str, dtype: str, platform: str) -> str:
+    """How weights are held, as `packing.held` takes it: "auto" keeps packed ones so on a CPU that has the native
+    kernels, unless a dtype is asked for. Raises: RequestError for what the platform cannot do."""
+    if quantize not in QUANTIZE:
+        raise RequestError(f"quantize={quantize!r}", expected=f"one of {', '.join(QUANTIZE)}")
+    if quantize == "auto":
+        return "packed" if platform == "cpu" and dtype == "auto" and not native.missing() else "float"
+    if quantize != "none" and dtype not in ("auto", "float32"):
+        raise RequestError(f"quantize={quantize!r} with dtype={dtype!r}", fix="leave one of them out")
+    return {"none": "float", "keep": "packed"}.get(quantize, quantize)
 
 
 def resolve_dtype(name: str, platform: str) -> Any:
@@ -151,6 +179,12 @@ def _workspace(config: ModelConfig, policy: BucketPolicy, dtype: Any) -> int:
     widest = max(2 * config.mlp_width, (config.heads + 2 * config.kv_heads) * config.head_width)
     activations = jnp.dtype(dtype).itemsize * tokens * (2 * config.width + 2 * widest)
     return scores + activations + 4 * policy.rows[-1] * config.vocab
+
+
+def _unpacked_nbytes(specs: weights.Weights) -> int:
+    """Of the largest packed matrix of a layer as float32, which a prefill makes."""
+    layers = jax.tree.leaves(specs.layers, is_leaf=weights.is_spec)
+    return max((4 * math.prod(spec.shape) for spec in layers if spec.formats), default=0)
 
 
 def _mib(count: int) -> str:

@@ -242,6 +242,7 @@ class GenerationStats:
     decode_tps: float  # after the first token
     compile_s: float  # waited for compiles, wherever they fell; prefill_tps leaves them out, ttft_s does not
     compiles: int = 0  # made meanwhile in this process; 0 when all came from the cache
+    kernels: str = ""  # what multiplied: the native kernels' instruction set, or XLA
 
     def lines(self) -> list[tuple[str, str]]:
         """Facts to show, as name and value."""
@@ -251,6 +252,7 @@ class GenerationStats:
             ("answer", f"{self.new_tokens} tokens, {self.decode_tps:,.1f} tokens/s"),
             ("first token", f"{self.ttft_s:.3f} s"),
             ("compiling", compiled),
+            *([("kernels", self.kernels)] if self.kernels else []),
         ]
 
 

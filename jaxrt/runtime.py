@@ -39,7 +39,7 @@ from jaxrt.requests import SamplingParams, Score, TokenEvent, is_whole, shown
 from jaxrt.sessions.outputs import PrefillInput
 from jaxrt.sessions.session import XlaSession
 from jaxrt.sessions.warmup import warm_up
-from jaxrt.weights import named
+from jaxrt.weights import named, stored
 
 Prompt = str | Sequence[int]
 
@@ -284,7 +284,7 @@ class ModelRuntime:
     def _repr_html_(self) -> str:
         model = self._xla().model
         held = {} if model.closed else named(model.weights)
-        leaves = [(name, tuple(leaf.shape), str(leaf.dtype), leaf.nbytes) for name, leaf in held.items()]
+        leaves = [(name, tuple(leaf.shape), stored(leaf), leaf.nbytes) for name, leaf in held.items()]
         return weights_html(str(model.path or "model in memory"), describe(model.config), leaves)
 
 
@@ -317,13 +317,15 @@ def load(
     device: Any = None,
     dtype: str = "auto",
     kv_dtype: str = "auto",
+    quantize: str = "auto",
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelRuntime:
     """Load a model: a demo name, a Hugging Face id, a directory, a .gguf file, or an Orbax directory.
 
     device: a jax.Device, or "cpu", "gpu", "gpu:1"; None is JAX's default. dtype, kv_dtype: "auto", "float32" or
-    "bfloat16".
+    "bfloat16". quantize: "auto" keeps packed weights packed where that pays (on CPU, unless a dtype is named), "none"
+    unpacks them, "keep" never does; "int8" and "int4" pack any checkpoint's weights in groups of 32.
     progress: called with the bytes of weights placed and their total.
 
     Turns on JAX's persistent compile cache, in a private directory, unless one is configured.
@@ -331,5 +333,5 @@ def load(
     """
     compile_cache.enable()
     path = resolve(path_or_id, revision=revision)
-    options = LoadOptions(dtype=dtype, kv_dtype=kv_dtype, progress=progress)  # type: ignore[arg-type]
+    options = LoadOptions(dtype=dtype, kv_dtype=kv_dtype, quantize=quantize, progress=progress)  # type: ignore[arg-type]
     return ModelRuntime.load(XlaBackend(device), path, options)

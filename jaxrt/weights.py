@@ -14,20 +14,25 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrt.config import ModelConfig
+from jaxrt.nn.packed import Packed, row_bytes
 
 Axes = tuple[str | None, ...]
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Declaration of one array: static, a leaf of the abstract tree."""
+    """Declaration of one array, or packed matrix: static, a leaf of the abstract tree."""
 
     shape: tuple[int, ...]
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # of a packed one: what it is computed in
     axes: Axes
+    formats: tuple[str, ...] = ()  # of a packed one's parts
+    outputs: tuple[int, ...] = ()  # rows of each part
 
     @property
     def nbytes(self) -> int:
+        if self.formats:
+            return row_bytes(self.formats, self.outputs, self.shape[1])
         size = jnp.dtype(self.dtype).itemsize
         for extent in self.shape:
             size *= extent
@@ -36,8 +41,8 @@ class ArraySpec:
 
 @struct.dataclass
 class LayerWeights:
-    """Leaves are jax.Array, or ArraySpec in an abstract tree. Linear maps are stored as checkpoints have them: [out,
-    in]."""
+    """Leaves are jax.Array or Packed, or ArraySpec in an abstract tree. Linear maps are stored as checkpoints have
+    them: [out, in]."""
 
     attention_norm: Any  # [D]
     qkv: Any  # [(N + 2 K) H, D]
@@ -88,9 +93,14 @@ def is_spec(leaf: object) -> bool:
     return isinstance(leaf, ArraySpec)
 
 
+def is_leaf(leaf: object) -> bool:
+    """Whether it stands for one matrix or vector: a packed one is a tree of its own to JAX."""
+    return isinstance(leaf, ArraySpec | Packed)
+
+
 def named(weights: Weights) -> dict[str, Any]:
     """Leaves by path: `embedding`, `layers.0.qkv`, ..., `head`; for loading, converting and showing."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(weights, is_leaf=is_spec)
+    flat, _ = jax.tree_util.tree_flatten_with_path(weights, is_leaf=is_leaf)
     return {_path(keys): leaf for keys, leaf in flat}
 
 
@@ -101,6 +111,15 @@ def _path(keys: tuple[Any, ...]) -> str:
 def unnamed(specs: Weights, leaves: dict[str, Any]) -> Weights:
     """The tree of `specs` with its leaves replaced by name; the inverse of `named`."""
     return jax.tree_util.tree_map_with_path(lambda keys, _: leaves[_path(keys)], specs, is_leaf=is_spec)
+
+
+def stored(weights: Any) -> str:
+    """How most of the bytes of a tree, or one leaf, are held: "float32", "Q4_1", ..."""
+    held: dict[str, int] = {}
+    for leaf in jax.tree.leaves(weights, is_leaf=is_leaf):
+        kind = "+".join(leaf.formats) if getattr(leaf, "formats", ()) else jnp.dtype(leaf.dtype).name
+        held[kind] = held.get(kind, 0) + leaf.nbytes
+    return max(held, key=lambda kind: held[kind])
 
 
 def nbytes(specs: Weights) -> int:

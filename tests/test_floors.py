@@ -24,6 +24,7 @@ FLOORS = {
     "jaxrt.contracts": 0,
     "jaxrt.markup": 0,
     # 1 mathematics: pure jax
+    "jaxrt.native": 1,
     "jaxrt.nn": 1,
     "jaxrt.cache": 1,
     "jaxrt.weights": 1,

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import jaxrt
+from jaxrt import native
 from jaxrt.runtime import ModelRuntime
 
 pytestmark = pytest.mark.slow
@@ -17,10 +19,22 @@ CLEAR = 0.01  # nat between the best two logits: below it another correct implem
 NAT = 2e-3
 
 
-@pytest.fixture(scope="module")
-def rt(demo_path: Path) -> Iterator[ModelRuntime]:
-    with jaxrt.load(demo_path) as runtime:
-        yield runtime
+WAYS: dict[str, dict[str, Any]] = {
+    "packed": {"quantize": "keep"},
+    "float32": {"dtype": "float32"},
+    "float32 by XLA": {"dtype": "float32"},  # without the native kernels
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def rt(request: pytest.FixtureRequest, demo_path: Path) -> Iterator[ModelRuntime]:
+    with pytest.MonkeyPatch.context() as patch:
+        if "XLA" in request.param:
+            patch.setattr(native, "missing", lambda: "left out")
+            jax.clear_caches()
+        with jaxrt.load(demo_path, **WAYS[request.param]) as runtime:
+            yield runtime
+    jax.clear_caches()
 
 
 def test_every_golden_entry_is_tested(golden: dict[str, Any]):

@@ -32,3 +32,5 @@ class Checkpoint:
     generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json, empty where there is none
     # "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
+    # packed tensors as they stand in the file, uint8 [outputs, bytes of a row]; None where a format has none
+    read_packed: Callable[[str], np.ndarray] | None = None

@@ -165,22 +165,30 @@ class _File:
     tensors: dict[str, TensorHeader]
     starts: dict[str, int]  # byte position of each tensor in the file
 
+    def blocks(self, name: str) -> np.ndarray:
+        """The bytes of a tensor, uint8 [outputs, bytes of a row]: a view of the file."""
+        header, start = self._there(name)
+        return np.frombuffer(self.data, np.uint8, header.nbytes, start).reshape(math.prod(header.shape[:-1]), -1)
+
     def read(self, name: str) -> np.ndarray:
-        header, start = self.tensors[name], self.starts[name]
-        if self.data.size() < start + header.nbytes:  # touching pages that are gone would kill the process
-            raise ArtifactError(
-                "the file has shrunk since it was opened", path=self.path, field=printable(name), fix="load it again"
-            )
+        header, start = self._there(name)
         if dtype := _FLOATS.get(header.dtype):
             return np.frombuffer(self.data, dtype, math.prod(header.shape), start).reshape(header.shape)
-        blocks = np.frombuffer(self.data, np.uint8, header.nbytes, start)
         try:
-            return _dequantize(blocks, GGMLQuantizationType[header.dtype]).reshape(header.shape)
+            return _dequantize(self.blocks(name).reshape(-1), GGMLQuantizationType[header.dtype]).reshape(header.shape)
         except NotImplementedError:
             raise UnsupportedModel(
                 f"{self.path}: tensor {printable(name)!r} is of type {header.dtype}",
                 expected="a floating-point type or a quantised one that the gguf package can dequantise",
             ) from None
+
+    def _there(self, name: str) -> tuple[TensorHeader, int]:
+        header, start = self.tensors[name], self.starts[name]
+        if self.data.size() < start + header.nbytes:  # touching pages that are gone would kill the process
+            raise ArtifactError(
+                "the file has shrunk since it was opened", path=self.path, field=printable(name), fix="load it again"
+            )
+        return header, start
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -207,13 +215,20 @@ def open_gguf(path: Path) -> Checkpoint:
                 )
             owners[name] = file
 
-    def read(name: str) -> np.ndarray:
+    def owner(name: str) -> _File:
         if name not in owners:
             raise ArtifactError("no such tensor", path=path, field=printable(name), fix=nearest(name, owners))
-        return owners[name].read(name)
+        return owners[name]
 
     tensors = {name: file.tensors[name] for name, file in owners.items()}
-    return Checkpoint(path=Path(path), format="gguf", metadata=files[0].metadata, tensors=tensors, read=read)
+    return Checkpoint(
+        path=Path(path),
+        format="gguf",
+        metadata=files[0].metadata,
+        tensors=tensors,
+        read=lambda name: owner(name).read(name),
+        read_packed=lambda name: owner(name).blocks(name),
+    )
 
 
 def _open_file(path: Path) -> _File:

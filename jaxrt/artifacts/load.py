@@ -14,15 +14,17 @@ import numpy as np
 from jaxrt.artifacts.checkpoint import Checkpoint
 from jaxrt.artifacts.files import printable, unreadable
 from jaxrt.artifacts.orbax import MARKER, open_orbax
+from jaxrt.artifacts.packing import held, read_packed
 from jaxrt.artifacts.safetensors import open_safetensors
 from jaxrt.artifacts.sealed import KINDS
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.config import ModelConfig
 from jaxrt.errors import ArtifactError, RequestError
-from jaxrt.models.families import Rule, Source, spare_tensors, tensor_rules
+from jaxrt.models.families import Rule, spare_tensors, tensor_rules
 from jaxrt.models.keys import Keys
+from jaxrt.nn.packed import Packed
 from jaxrt.requests import MAX_TOKENS, SamplingParams
-from jaxrt.weights import ArraySpec, Weights, abstract, named, nbytes, unnamed
+from jaxrt.weights import ArraySpec, Weights, named, nbytes, unnamed
 
 READERS = 2  # threads, and so leaves in memory beyond those that are placed
 BLOCK = (128, 1_024)  # elements copied at once: transposing and scanning stay inside the processor's cache
@@ -82,26 +84,28 @@ def load_weights(
     config: ModelConfig,
     *,
     dtype: Any = jnp.float32,
-    place: Callable[[str, ArraySpec, np.ndarray], Any],
+    storage: str = "float",
+    place: Callable[[str, ArraySpec, Any], Any],
     progress: Callable[[int, int], None] | None = None,
     scan: bool = True,
 ) -> Weights:
     """Read, fuse, lay out and cast the weights, leaf by leaf, and hand each to `place`.
 
-    Result: the tree of `abstract(config, dtype)`, holding what `place(name, spec, array)` returned. `place` is called
-    on this thread, in the order in which leaves are ready; `array` is of spec's shape and dtype, C-contiguous, 64-byte
-    aligned and nobody else's. `progress(done, total)` counts bytes placed. `scan` refuses NaN and infinite weights.
+    Result: the tree of `held(checkpoint, config, dtype, storage)`, holding what `place(name, spec, array)` returned.
+    `place` is called on this thread, in the order in which leaves are ready; `array` is of spec's shape and dtype,
+    C-contiguous, 64-byte aligned and nobody else's, or a Packed whose parts are. `progress(done, total)` counts bytes
+    placed. `scan` refuses NaN and infinite weights.
 
     Raises: ArtifactError naming every tensor that is missing, unexpected or of another shape, before any is read; later
     for data that cannot be read or is not finite.
     """
-    specs = abstract(config, dtype)
+    specs = held(checkpoint, config, dtype, storage)
     leaves, rules = named(specs), tensor_rules(checkpoint, config)
     _check(checkpoint, rules, spare_tensors(checkpoint, config))
     done, total = 0, nbytes(specs)
     placed: dict[str, Any] = {}
 
-    def read(name: str) -> np.ndarray:
+    def read(name: str) -> np.ndarray | Packed:
         return _read_leaf(checkpoint, leaves[name], rules[name], scan)
 
     with ThreadPoolExecutor(READERS, thread_name_prefix="jaxrt-load") as pool:
@@ -114,10 +118,10 @@ def load_weights(
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, read: Callable[[str], np.ndarray], leaves: Mapping[str, ArraySpec]
-) -> Iterator[tuple[str, np.ndarray]]:
+    pool: ThreadPoolExecutor, read: Callable[[str], np.ndarray | Packed], leaves: Mapping[str, ArraySpec]
+) -> Iterator[tuple[str, np.ndarray | Packed]]:
     """Leaves as they become ready, READERS of them being read at any time."""
-    reading: dict[Future[np.ndarray], str] = {}
+    reading: dict[Future[np.ndarray | Packed], str] = {}
     for name in leaves:
         reading[pool.submit(read, name)] = name
         if len(reading) == READERS:
@@ -162,8 +166,13 @@ def _check(checkpoint: Checkpoint, rules: Mapping[str, Rule], spare: Mapping[str
 NOT_WEIGHTS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 
 
-def _read_leaf(checkpoint: Checkpoint, spec: ArraySpec, rule: Rule, scan: bool) -> np.ndarray:
+def _read_leaf(checkpoint: Checkpoint, spec: ArraySpec, rule: Rule, scan: bool) -> np.ndarray | Packed:
     """One leaf, laid out as `spec` says, in memory of its own."""
+    if spec.formats:
+        packed, bad = read_packed(checkpoint, spec, rule, _halves_in_turn, _aligned)
+        if scan and bad is not None:
+            raise _not_finite(checkpoint, bad)
+        return packed
     array = _aligned(spec.shape, np.dtype(spec.dtype))
     target = array if array.ndim > 1 else array[:, None]
     row = 0
@@ -172,7 +181,7 @@ def _read_leaf(checkpoint: Checkpoint, spec: ArraySpec, rule: Rule, scan: bool) 
         if source.interleaved:
             data = _halves_in_turn(data, source.interleaved)
         if not _copy(data, target[row : row + len(data)], scan):
-            raise _not_finite(checkpoint, source)
+            raise _not_finite(checkpoint, source.name)
         row += len(data)
     return array
 
@@ -210,11 +219,11 @@ def _finite(block: np.ndarray) -> bool:
     return bool(np.isfinite(block).all())
 
 
-def _not_finite(checkpoint: Checkpoint, source: Source) -> ArtifactError:
+def _not_finite(checkpoint: Checkpoint, tensor: str) -> ArtifactError:
     return ArtifactError(
         "NaN or infinite weights",
         path=checkpoint.path,
-        field=source.name,
+        field=tensor,
         expected="finite numbers",
         fix="download or convert the model again",
     )

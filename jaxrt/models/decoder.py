@@ -11,6 +11,7 @@ from jaxrt.config import ModelConfig, RopeSpec
 from jaxrt.nn.attention import attend, attention_weights, mix
 from jaxrt.nn.layers import gated_mlp, rms_norm, rope_angles, rotate
 from jaxrt.nn.linear import matmul
+from jaxrt.nn.packed import take_rows
 from jaxrt.observations import EMBEDDINGS_PATH, FINAL_NORM_PATH, WEIGHTS
 from jaxrt.taps import EditArrays, Tap, Taps
 from jaxrt.weights import LayerWeights, Weights
@@ -34,7 +35,7 @@ def forward(
 
     with jax.named_scope("embed"):
         given = jnp.issubdtype(tokens.dtype, jnp.floating)
-        x = tokens if given else jnp.take(weights.embedding, tokens, axis=0, mode="clip")
+        x = tokens if given else take_rows(weights.embedding, tokens)
         x = tap(EMBEDDINGS_PATH, x, positions)
     keys, values = [], []
     layers = zip(config.layers, weights.layers, cache.keys, cache.values, strict=True)

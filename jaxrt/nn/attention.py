@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrt import native
+
 # Slots looked at in one turn of the loop, for many queries and for one. The loop ends at the last position in use, so
 # that time follows the tokens and not the capacity.
 MANY_BLOCK, ONE_BLOCK = 128, 512
@@ -20,6 +22,16 @@ def attend(queries: Array, keys: Array, values: Array, positions: Array) -> Arra
     Shapes: queries [B, T, N, H]; keys [B, K, H, S]; values [B, K, S, H]; positions int32 [B, T]; result [B, T, N, H].
     Numerics: scores and softmax in float32; result in the queries' dtype.
     """
+    if queries.shape[1] == 1 and native.handles(keys) and queries.shape[3] % native.HEAD_WIDTHS == 0:
+        return jax.lax.platform_dependent(queries, keys, values, positions, cpu=_one_on_cpu, default=_attend)
+    return _attend(queries, keys, values, positions)
+
+
+def _one_on_cpu(queries: Array, keys: Array, values: Array, positions: Array) -> Array:
+    return _native_one(queries.astype(jnp.float32), keys, values, positions).astype(queries.dtype)
+
+
+def _attend(queries: Array, keys: Array, values: Array, positions: Array) -> Array:
     rows, new, heads, head_width = queries.shape
     groups, capacity = values.shape[1], values.shape[2]
     grouped = queries.reshape(rows, new, groups, heads // groups, head_width) * head_width**-0.5
@@ -56,6 +68,9 @@ def attend(queries: Array, keys: Array, values: Array, positions: Array) -> Arra
         blocks = jnp.minimum(jnp.max(positions), capacity - 1) // block + 1
         _, total, mixed = jax.lax.fori_loop(0, blocks, add, nothing)
     return jnp.moveaxis(mixed / total[..., None], 3, 1).reshape(queries.shape).astype(queries.dtype)
+
+
+_native_one = native.differentiable(native.attend, _attend)
 
 
 def attention_weights(queries: Array, keys: Array, positions: Array) -> Array:

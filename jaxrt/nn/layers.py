@@ -1,12 +1,15 @@
 """Normalisation, rotary positions and the gated MLP: pure functions of arrays."""
 
 import math
+from collections.abc import Callable
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxrt import native
 from jaxrt.config import RopeSpec
 from jaxrt.nn.linear import matmul
 
@@ -17,10 +20,23 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     Shapes: x [..., D]; weight [D] float32; result like x.
     Numerics: in float32, then cast back to x's dtype.
     """
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-    return (wide * scale * weight).astype(x.dtype)
+    rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    normed = jax.lax.platform_dependent(rows, weight, cpu=_norm_on_cpu(eps), default=partial(_norm, eps=eps))
+    return normed.reshape(x.shape).astype(x.dtype)
+
+
+def _norm(rows: Array, weight: Array, eps: float) -> Array:
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(rows), axis=-1, keepdims=True) + eps)
+    return rows * scale * weight[None]
+
+
+def _norm_on_cpu(eps: float) -> Callable[[Array, Array], Array]:
+    return partial(_norm, eps=eps) if native.missing() else _native_norm(eps)
+
+
+@cache
+def _native_norm(eps: float) -> Callable[[Array, Array], Array]:
+    return native.differentiable(partial(native.norm, eps=eps), partial(_norm, eps=eps))
 
 
 def inverse_frequencies(spec: RopeSpec, head_width: int) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The one matmul entry: every linear map of a model goes through `matmul`, whatever the storage of its weights.
 
-Weights are stored as checkpoints have them, [N, K]: outputs by inputs. XLA's CPU backend runs one row at the memory's
-speed that way, and 128 rows faster than stored [K, N]. Between, and for matrices taller than wide, it wants the
+Weights are stored as checkpoints have them, [N, K]: outputs by inputs, as arrays or packed. On CPU the native kernels
+(`jaxrt.native`) multiply, where they were built. Where they were not, XLA does: its CPU backend runs one row at the
+memory's speed stored [N, K], and 128 rows faster than [K, N]. Between, and for matrices taller than wide, it wants the
 product the other way round, (W x^T)^T. Microseconds for 576 x 3072 and 1536 x 576 (two cores, AVX2, jax 0.10.2):
 
     rows   x W, stored [K, N]   x W^T, stored [N, K]   (W x^T)^T
@@ -14,25 +15,54 @@ On another machine of the kind 128 rows of the tall one took 7550 as stored [N, 
 what the product the other way round avoids.
 """
 
+from collections.abc import Callable
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrt import native
+from jaxrt.nn.packed import Packed, unpack_part, unpacked
+
 DIRECT_ROWS = 64  # from here on a wide matrix is multiplied as it stands
 
 
-def matmul(x: Array, weight: Array, dtype: jnp.dtype | None = None) -> Array:
+def matmul(x: Array, weight: Array | Packed, dtype: jnp.dtype | None = None) -> Array:
     """x times the linear map. Shapes: x [..., K]; weight [N, K]; result [..., N], of `dtype` or else x's."""
-    outputs, inputs = weight.shape
-    dtype = dtype or x.dtype
-    rows = x.reshape(-1, inputs)
+    rows = x.reshape(-1, weight.shape[1])
+    cpu, elsewhere = partial(_on_cpu, dtype=dtype or x.dtype), partial(_elsewhere, dtype=dtype or x.dtype)
+    product = jax.lax.platform_dependent(rows, weight, cpu=cpu, default=elsewhere)
+    return product.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _on_cpu(rows: Array, weight: Array | Packed, dtype: jnp.dtype) -> Array:
+    if isinstance(weight, Packed) and not native.missing():
+        wide = rows.astype(jnp.float32)
+        parts = [_native(format)(wide, part) for part, format in zip(weight.parts, weight.formats, strict=True)]
+        return (parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)).astype(dtype)
+    matrix = unpacked(weight) if isinstance(weight, Packed) else weight
+    if native.handles(matrix):
+        return _native(None)(rows.astype(jnp.float32), matrix).astype(dtype)
+    outputs, inputs = matrix.shape
     few = 1 < rows.shape[0] < DIRECT_ROWS
     tall = inputs > outputs and rows.shape[0] > 1
-    cpu = _flipped if few or tall else _direct
-    product = jax.lax.platform_dependent(
-        rows, weight, cpu=lambda x, w: cpu(x, w, dtype), default=lambda x, w: _direct(x, w, dtype)
-    )
-    return product.reshape(*x.shape[:-1], outputs)
+    return (_flipped if few or tall else _direct)(rows, matrix, dtype)
+
+
+@cache
+def _native(format: str | None) -> Callable[[Array, Array], Array]:
+    """The kernel for arrays, or for a packed format."""
+
+    def reference(rows: Array, weight: Array) -> Array:
+        matrix = weight.astype(jnp.float32) if format is None else unpack_part(weight, rows.shape[1], format)
+        return _direct(rows, matrix, jnp.float32)
+
+    return native.differentiable(partial(native.matmul, format=format), reference)
+
+
+def _elsewhere(rows: Array, weight: Array | Packed, dtype: jnp.dtype) -> Array:
+    return _direct(rows, unpacked(weight) if isinstance(weight, Packed) else weight, dtype)
 
 
 def _direct(rows: Array, weight: Array, dtype: jnp.dtype) -> Array:

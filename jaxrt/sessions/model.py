@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrt import cache, sampling
+from jaxrt import cache, native, sampling
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.buckets import Bucket, BucketPolicy
 from jaxrt.config import ModelConfig
@@ -27,7 +27,7 @@ from jaxrt.plans import Plans, Recipe
 from jaxrt.program import Program
 from jaxrt.requests import SamplingParams
 from jaxrt.taps import abstract_edits
-from jaxrt.weights import Weights, named
+from jaxrt.weights import Weights, named, stored
 
 if TYPE_CHECKING:
     from jaxrt.sessions.session import XlaSession
@@ -56,12 +56,12 @@ class XlaModel:
     def __post_init__(self) -> None:
         self.policy = BucketPolicy.covering(self.device.platform, self.config.context, rows=1, capacity=1)
         self.plans = Plans(self.recipe, lambda: jax.default_device(self.device))
-        dtypes = {name: str(leaf.dtype) for name, leaf in named(self.weights).items()}
+        dtypes = {name: stored(leaf) for name, leaf in named(self.weights).items()}
         self.key = PlanKey(
             family=self.config.family,
             structure=_hash_json({"config": dataclasses.asdict(self.config), "dtypes": dtypes}),
             instance=next(_instances),
-            dtype=str(self.weights.embedding.dtype),
+            dtype=stored(self.weights),
             kv_dtype=jnp.dtype(self.cache_dtype).name,
             placement=str(self.device),
         )
@@ -72,6 +72,11 @@ class XlaModel:
         with ThreadPoolExecutor() as pool:  # hashing lets other threads run
             hashes = dict(zip(named(self.weights), pool.map(_hash, named(self.weights).values()), strict=True))
         return _hash_json({"structure": self.key.structure, "weights": hashes})
+
+    @property
+    def kernels(self) -> str:
+        """What multiplies: the instruction set of the native kernels, or XLA."""
+        return (native.instruction_set() if self.device.platform == "cpu" else None) or "XLA"
 
     def cover(self, rows: int, capacity: int) -> BucketPolicy:
         """The buckets a warm-up for `rows` rows of `capacity` tokens makes; requests within them use no others."""
@@ -215,8 +220,11 @@ _RECIPES = {
 }
 
 
-def _hash(array: jax.Array) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+def _hash(leaf: Any) -> str:
+    found = hashlib.sha256()
+    for array in jax.tree.leaves(leaf):
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
 
 
 def _hash_json(value: Any) -> str:

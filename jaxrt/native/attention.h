@@ -1,0 +1,141 @@
+// Attention of one query a row over a cache, for one instruction set: keys [K, H, S], values [K, S, H], of one row.
+// Slots are taken in pieces; a piece gives its highest score, the sum of its weights relative to that, and the values
+// they mix, which are put together at the end (Milakov and Gimelshein 2018; Dao et al. 2023).
+
+constexpr int SLOTS = 4 * LANES;  // scored at a time
+
+// e^x for x <= 0, to two units in the last place: 2^n e^r with |r| <= ln 2 / 2, and Cephes' polynomial for e^r.
+inline void exponentials(float* x, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = std::max(x[i], -87.0f);
+    const float shifted = value * 1.44269504f + 12582912.0f;  // the number of twos stands in the last bits
+    const float twos = shifted - 12582912.0f;
+    const float r = (value - twos * 0.693359375f) - twos * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    bits = (bits - 0x4b400000 + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, 4);
+    x[i] = p * scale;
+  }
+}
+
+template <int HEADS, typename Cache>
+inline void score_slots(const float* q, const Cache* keys, float* scores, int64_t width, int64_t capacity,
+                        int64_t pitch) {
+  Floats acc[HEADS][4];
+  for (auto& a : acc)
+    for (auto& b : a) b = zero();
+  for (int64_t h = 0; h < width; ++h) {
+    const Cache* from = keys + h * capacity;
+    __builtin_prefetch(from + SLOTS);
+    __builtin_prefetch(from + SLOTS + SLOTS / 2);
+    Floats k[4];
+    for (int i = 0; i < 4; ++i) k[i] = load(from + i * LANES);
+    for (int g = 0; g < HEADS; ++g) {
+      const Floats each = all(q[g * width + h]);
+      for (int i = 0; i < 4; ++i) acc[g][i] = fma(k[i], each, acc[g][i]);
+    }
+  }
+  for (int g = 0; g < HEADS; ++g)
+    for (int i = 0; i < 4; ++i) store(acc[g][i], scores + g * pitch + i * LANES);
+}
+
+template <int HEADS, typename Cache>
+inline void mix_slots(const float* weights, const Cache* values, float* mixed, int64_t width, int64_t count,
+                      int64_t pitch) {
+  for (int64_t h = 0; h < width; h += 4 * LANES) {
+    const int vectors = (int)std::min<int64_t>(4, (width - h) / LANES);
+    Floats acc[HEADS][4];
+    for (auto& a : acc)
+      for (auto& b : a) b = zero();
+    for (int64_t s = 0; s < count; ++s) {
+      const Cache* from = values + s * width + h;
+      if (vectors == 4) {
+        Floats v[4];
+        for (int i = 0; i < 4; ++i) v[i] = load(from + i * LANES);
+        for (int g = 0; g < HEADS; ++g) {
+          const Floats each = all(weights[g * pitch + s]);
+          for (int i = 0; i < 4; ++i) acc[g][i] = fma(v[i], each, acc[g][i]);
+        }
+      } else {
+        for (int i = 0; i < vectors; ++i)
+          for (int g = 0; g < HEADS; ++g)
+            acc[g][i] = fma(load(from + i * LANES), all(weights[g * pitch + s]), acc[g][i]);
+      }
+    }
+    for (int g = 0; g < HEADS; ++g)
+      for (int i = 0; i < vectors; ++i) store(acc[g][i], mixed + g * width + h + i * LANES);
+  }
+}
+
+// `HEADS` query heads of one key head over slots [first, last); `scores` has room for HEADS * pitch.
+template <int HEADS, typename Cache>
+void attend_heads(const float* q, const Cache* keys, const Cache* values, float* scores, float* highest, float* total,
+                  float* mixed, int64_t width, int64_t capacity, int64_t first, int64_t last) {
+  const int64_t count = last - first, pitch = (count + SLOTS - 1) / SLOTS * SLOTS;
+  int64_t s = 0;
+  for (; s < count && first + s + SLOTS <= capacity; s += SLOTS)
+    score_slots<HEADS>(q, keys + first + s, scores + s, width, capacity, pitch);
+  for (; s < count; ++s)  // where the cache ends before the last slots do
+    for (int g = 0; g < HEADS; ++g) {
+      float score = 0;
+      for (int64_t h = 0; h < width; ++h) score += q[g * width + h] * as_float(keys[h * capacity + first + s]);
+      scores[g * pitch + s] = score;
+    }
+  for (int g = 0; g < HEADS; ++g) {
+    float* own = scores + g * pitch;
+    float most = own[0];
+    for (int64_t i = 1; i < count; ++i) most = own[i] > most ? own[i] : most;
+    for (int64_t i = 0; i < count; ++i) own[i] -= most;
+    float lost = 0, sum = 0;
+    for (int64_t i = 0; i < count; ++i) lost += own[i] * 0.0f;  // NaN where a score is not finite
+    exponentials(own, count);
+    for (int64_t i = 0; i < count; ++i) sum += own[i];
+    highest[g] = most;
+    total[g] = sum + lost;
+  }
+  mix_slots<HEADS>(scores, values + first * width, mixed, width, count, pitch);
+}
+
+template <typename Cache>
+void attend_piece(const float* q, const void* keys, const void* values, float* scores, float* highest, float* total,
+                  float* mixed, int64_t heads, int64_t width, int64_t capacity, int64_t first, int64_t last) {
+  const Cache *k = (const Cache*)keys, *v = (const Cache*)values;
+  for (int64_t g = 0; g < heads;) {
+    auto run = [&](auto some) {
+      constexpr int HEADS = decltype(some)::value;
+      attend_heads<HEADS>(q + g * width, k, v, scores, highest + g, total + g, mixed + g * width, width, capacity, first,
+                          last);
+      g += HEADS;
+    };
+    if (heads - g >= 3)
+      run(std::integral_constant<int, 3>());
+    else if (heads - g == 2)
+      run(std::integral_constant<int, 2>());
+    else
+      run(std::integral_constant<int, 1>());
+  }
+}
+
+// Root mean square normalisation of one row.
+void norm(const float* x, const float* weight, float* y, int64_t width, float eps) {
+  Floats squares[4] = {zero(), zero(), zero(), zero()};
+  int64_t i = 0;
+  for (; i + 4 * LANES <= width; i += 4 * LANES)
+    for (int j = 0; j < 4; ++j) {
+      const Floats each = load(x + i + j * LANES);
+      squares[j] = fma(each, each, squares[j]);
+    }
+  float total = sum(squares[0]) + sum(squares[1]) + sum(squares[2]) + sum(squares[3]);
+  for (; i < width; ++i) total += x[i] * x[i];
+  const float scale = 1 / std::sqrt(total / (float)width + eps);
+  for (i = 0; i < width; ++i) y[i] = x[i] * scale * weight[i];
+}

@@ -16,10 +16,14 @@ from jaxrt.edits import Places, check, lower
 from jaxrt.errors import CapacityError, RequestError
 from jaxrt.interventions import Intervention
 from jaxrt.models import decoder
+from jaxrt.nn.packed import Packed, unpacked
 from jaxrt.observations import LOGITS_PATH, ObservationRequest, ObservationSelector, known_paths
 from jaxrt.sessions.model import XlaModel
 from jaxrt.taps import Tap, Taps
-from jaxrt.weights import Weights
+from jaxrt.weights import Weights, is_leaf
+
+
+_unpack = jax.jit(unpacked)
 
 
 @struct.dataclass
@@ -37,12 +41,18 @@ class Functional:
 
     def __init__(self, model: XlaModel) -> None:
         self._model = model
+        self._unpacked: Weights | None = None
 
     @property
     def weights(self) -> Weights:
-        """The runtime's own, not a copy."""
+        """As floating-point arrays, which can be differentiated: the runtime's own, or where it holds packed ones their
+        values, unpacked once. `apply` takes `rt.session.model.weights`, packed, too."""
         self._model.check_open()
-        return self._model.weights
+        if self._unpacked is None:
+            self._unpacked = jax.tree.map(
+                lambda leaf: _unpack(leaf) if isinstance(leaf, Packed) else leaf, self._model.weights, is_leaf=is_leaf
+            )
+        return self._unpacked
 
     def cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for `rows` sequences of up to `capacity` tokens."""

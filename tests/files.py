@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 from gguf.constants import GGMLQuantizationType, GGUFValueType
 
+from jaxrt.nn.packed import FORMATS
+
 GgmlTensor = (
     np.ndarray | tuple[bytes, Sequence[int], GGMLQuantizationType]
 )  # the bytes as stored, the numpy shape, the type
@@ -114,6 +116,17 @@ def gguf_bytes(
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgmlTensor], alignment: int = 32) -> Path:
     path.write_bytes(gguf_bytes(metadata, tensors, alignment))
     return path
+
+
+def random_blocks(format: str, outputs: int, inputs: int, seed: int = 0, scale: float = 1 / 16) -> np.ndarray:
+    """Packed weights, uint8 [outputs, bytes of a row]: every bit pattern of the integers occurs, the block scales and
+    minima are normal with that deviation."""
+    rng, known = np.random.default_rng(seed), FORMATS[format]
+    data = rng.integers(0, 256, (outputs, inputs // known.weights, known.bytes), dtype=np.uint8)
+    for at in known.halves:
+        halves = (rng.normal(size=data.shape[:2]) * scale).astype(np.float16)
+        data[..., at : at + 2] = np.frombuffer(halves.tobytes(), np.uint8).reshape(*halves.shape, 2)
+    return data.reshape(outputs, -1)
 
 
 # Hugging Face -------------------------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ from gguf.constants import GGMLQuantizationType
 from jaxrt import native
 from jaxrt.nn import attention, linear, packed
 from jaxrt.nn.layers import rms_norm
+from tests.files import random_blocks
 
 EPS = np.finfo(np.float32).eps
 HERE = [name for name in ("AVX-512", "AVX2", "NEON", "plain C++") if native.choose(name)]
+assert not HERE or native.choose(HERE[0])
 FORMATS = [*packed.FORMATS]
 
 pytestmark = pytest.mark.skipif(bool(native.missing()), reason=f"no native kernels: {native.missing()}")
@@ -31,16 +33,6 @@ def instruction_set(request):
     jax.clear_caches()
     yield request.param
     native.choose(best)
-
-
-def blocks(format: str, outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
-    """Random bytes with scales of a sensible size: every bit pattern of the integers occurs."""
-    rng, known = np.random.default_rng(seed), packed.FORMATS[format]
-    data = rng.integers(0, 256, (outputs, inputs // known.weights, known.bytes), dtype=np.uint8)
-    for at in known.halves:
-        halves = rng.normal(size=data.shape[:2]).astype(np.float16) / 16
-        data[..., at : at + 2] = np.frombuffer(halves.tobytes(), np.uint8).reshape(*halves.shape, 2)
-    return data.reshape(outputs, -1)
 
 
 def weights(data: np.ndarray, format: str) -> np.ndarray:
@@ -66,7 +58,7 @@ def test_the_formats_are_those_of_the_kernels():
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_unpacking_is_bitwise_that_of_the_gguf_package(format):
-    data = blocks(format, 9, 512)
+    data = random_blocks(format, 9, 512)
     unpack = jax.jit(packed.unpack_part, static_argnums=(1, 2))
     assert np.array_equal(unpack(data, 512, format), weights(data, format))
 
@@ -75,7 +67,7 @@ def test_unpacking_is_bitwise_that_of_the_gguf_package(format):
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 40])
 def test_a_packed_product(instruction_set, format, rows):
     """Activations are rounded to 16 bits in blocks of 32: each by at most half of its block's largest over 32,767."""
-    data, x = blocks(format, 37, 768), activations(rows, 768)
+    data, x = random_blocks(format, 37, 768), activations(rows, 768)
     w = weights(data, format)
     largest = np.repeat(np.abs(x.reshape(rows, -1, 32)).max(-1), 32, axis=1).astype(np.float64)
     rounded = (largest / 65_534 * (1 + 1e-3)) @ np.abs(w.astype(np.float64)).T
@@ -100,7 +92,7 @@ def test_a_float_product(instruction_set, dtype, rows, shape):
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows(instruction_set, rows, value):
-    data, x = blocks("Q4_0", 4, 64), activations(rows, 64)
+    data, x = random_blocks("Q4_0", 4, 64), activations(rows, 64)
     x[0, 40] = value
     found = np.asarray(jax.jit(native.matmul, static_argnames="format")(x, data, format="Q4_0"))
     assert not np.isfinite(found[0]).any()
@@ -109,7 +101,7 @@ def test_what_is_not_finite_shows(instruction_set, rows, value):
 
 @pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-30, 1e30])
 def test_activations_of_any_size(instruction_set, scale):
-    data, x = blocks("Q8_0", 4, 64), activations(1, 64) * np.float32(scale)
+    data, x = random_blocks("Q8_0", 4, 64), activations(1, 64) * np.float32(scale)
     found = np.asarray(jax.jit(native.matmul, static_argnames="format")(x, data, format="Q8_0"))
     exact = x.astype(np.float64) @ weights(data, "Q8_0").astype(np.float64).T
     assert np.allclose(found, exact, rtol=1e-3, atol=np.abs(exact).max() * 1e-4 + 1e-37)
@@ -150,7 +142,7 @@ def test_the_norm(instruction_set):
 
 @pytest.mark.parametrize("format", [None, "Q4_1"])
 def test_products_have_derivatives_and_batches(format):
-    data = activations(6, 64) if format is None else blocks(format, 6, 64)
+    data = activations(6, 64) if format is None else random_blocks(format, 6, 64)
     whole = jnp.asarray(data) if format is None else packed.Packed((jnp.asarray(data),), (format,), 64, jnp.float32)
     matrix = data if format is None else weights(data, format)
     x = activations(3, 64)
@@ -176,7 +168,7 @@ def test_the_norm_and_attention_have_derivatives():
 
 def test_calls_from_many_threads_end():
     """A handler that waited for the pool would stop here: all its threads would wait."""
-    data = blocks("Q4_0", 512, 256)
+    data = random_blocks("Q4_0", 512, 256)
     call = jax.jit(native.matmul, static_argnames="format")
     x = activations(1, 256)
     expected = np.asarray(call(x, data, format="Q4_0"))
@@ -186,7 +178,7 @@ def test_calls_from_many_threads_end():
 
 
 def test_rows_are_taken_from_parts_of_several_formats():
-    one, two = blocks("Q4_1", 5, 256), blocks("Q6_K", 3, 256)
+    one, two = random_blocks("Q4_1", 5, 256), random_blocks("Q6_K", 3, 256)
     whole = packed.Packed((jnp.asarray(one), jnp.asarray(two)), ("Q4_1", "Q6_K"), 256, jnp.float32)
     matrix = np.concatenate([weights(one, "Q4_1"), weights(two, "Q6_K")])
     assert whole.shape == matrix.shape and whole.nbytes == one.nbytes + two.nbytes

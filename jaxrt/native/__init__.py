@@ -63,7 +63,7 @@ def missing() -> str | None:
 def instruction_set() -> str | None:
     """The one in use: AVX-512, AVX2, NEON or plain C++; None without native kernels."""
     library = _library()
-    return None if isinstance(library, str) else library.jaxrt_instruction_set().decode()
+    return None if missing() or isinstance(library, str) else library.jaxrt_instruction_set().decode()
 
 
 def choose(name: str) -> bool:

@@ -22,7 +22,6 @@ from jaxrt.sessions.model import XlaModel
 from jaxrt.taps import Tap, Taps
 from jaxrt.weights import Weights, is_leaf
 
-
 _unpack = jax.jit(unpacked)
 
 

@@ -198,6 +198,7 @@ def doctor(as_json: bool) -> None:
 @click.option("-b", "rows", multiple=True, type=click.IntRange(1), help="Rows of one batch. [1]")
 @click.option("-r", "repetitions", type=click.IntRange(1), default=5, show_default=True)
 @click.option("-o", "output", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True)
+@click.option("--explain", is_flag=True, help="Also say where the time of one decode step goes.")
 @json_option
 @device_option
 @dtype_option
@@ -207,6 +208,8 @@ def bench(model: str, output: str, as_json: bool, **options: Any) -> None:
     """Measure prefill and decode of MODEL like llama-bench, beside this device's bandwidth and matmul peak."""
     from jaxrt.bench import measure, render
 
+    if options["explain"] and output == "csv" and not as_json:
+        raise click.UsageError("--explain prints a table of its own: use -o md or -o json")
     runtime = _load(model, options)
     with runtime, Progress() as progress:
         report = measure(
@@ -217,6 +220,7 @@ def bench(model: str, output: str, as_json: bool, **options: Any) -> None:
             depths=options["depths"] or (0,),
             rows=options["rows"] or (1,),
             repetitions=options["repetitions"],
+            explain=options["explain"],
             progress=progress.steps("measuring"),
         )
     click.echo(render(report, "json" if as_json else output))

@@ -60,6 +60,7 @@ FLOORS = {
     "jaxrt.runtime": 6,
     # 7 programs
     "jaxrt.bench": 7,
+    "jaxrt.explain_decode": 7,
     "jaxrt.cli": 7,
     "jaxrt.display": 7,
     "jaxrt.doctor": 7,

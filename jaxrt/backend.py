@@ -20,7 +20,7 @@ from jaxrt.contracts import (
 )
 from jaxrt.errors import ModelLoadError, RequestError
 from jaxrt.models.families import read_config
-from jaxrt.planning import resolve_dtype, resolve_storage
+from jaxrt.planning import resolve_dtype, resolve_kv_dtype, resolve_storage
 from jaxrt.requests import SamplingParams
 from jaxrt.sessions.model import XlaModel
 from jaxrt.sessions.session import CAPABILITIES, XlaSession
@@ -30,11 +30,11 @@ from jaxrt.sessions.session import CAPABILITIES, XlaSession
 class LoadOptions:
     """How to load. dtype "auto" is float32 on CPU and bfloat16 elsewhere; kv_dtype "auto" is the same as the
     weights'. quantize: "auto" keeps packed weights of a file packed on a CPU with the native kernels, unless a dtype is
-    named; "keep" does so anywhere; "none" unpacks them; "int8" and "int4" pack what is not packed."""
+    named; "keep" does so anywhere; "none" unpacks them; "int8", "int4" and, on a GPU, "fp8" pack at load."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    quantize: Literal["auto", "none", "keep", "int8", "int4"] = "auto"
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    quantize: Literal["auto", "none", "keep", "int8", "int4", "fp8"] = "auto"
     required: SessionCapabilities = SessionCapabilities()
     progress: Callable[[int, int], None] | None = None  # bytes of weights placed, of all
 
@@ -100,7 +100,7 @@ class XlaBackend:
         config = read_config(checkpoint)
         options.required.validate(CAPABILITIES)
         dtype = resolve_dtype(options.dtype, self.device.platform)
-        kv_dtype = dtype if options.kv_dtype == "auto" else resolve_dtype(options.kv_dtype, self.device.platform)
+        kv_dtype = resolve_kv_dtype(options.kv_dtype, dtype)
         storage = resolve_storage(options.quantize, options.dtype, self.device.platform)
         tokenizer, defaults = load_tokenizer(checkpoint), generation_defaults(checkpoint, config)
 

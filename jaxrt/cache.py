@@ -1,11 +1,14 @@
 """The KV cache as a value: per-layer arrays, declared, written in place, grown by copying. It has no owner here.
 
 Keys are stored with the slots last, so that scoring one query sums over the leading head width and runs along the
-slots in
-vector registers: 30 layers of 512 slots take 3.7 ms that way and 5.7 ms with the head width last (CPU, jax 0.10.2),
-where XLA adds up a row's products one by one. Mixing the values wants them the other way round.
+slots in vector registers: 30 layers of 512 slots take 3.7 ms that way and 5.7 ms with the head width last (CPU, jax
+0.10.2), where XLA adds up a row's products one by one. Mixing the values wants them the other way round.
+
+Of dtype int8, every head of every slot has a scale of its own: `Scaled` in place of an array, whose two arrays have the
+slots on the same axis, so that whatever moves or copies a cache need not know.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +17,7 @@ from flax import struct
 from jax import Array
 
 from jaxrt.config import ModelConfig
+from jaxrt.nn.scaled import Scaled, scaled
 
 KEY_SLOTS, VALUE_SLOTS = 3, 2  # the axis of the slots
 
@@ -23,8 +27,8 @@ class KVCache:
     """Keys (rotated) and values of every layer. Slot s of a row holds position s; slots past the row's length are
     noise."""
 
-    keys: tuple[Any, ...]  # L of [B, K, H, S]
-    values: tuple[Any, ...]  # L of [B, K, S, H]
+    keys: tuple[Any, ...]  # L of [B, K, H, S]; their scales [B, K, 1, S]
+    values: tuple[Any, ...]  # L of [B, K, S, H]; their scales [B, K, S, 1]
 
     @property
     def capacity(self) -> int:
@@ -33,24 +37,45 @@ class KVCache:
 
 def abstract(config: ModelConfig, rows: int, capacity: int, dtype: jnp.dtype) -> KVCache:
     """Shapes and dtypes of a cache for `rows` sequences of up to `capacity` tokens."""
-    keys = jax.ShapeDtypeStruct((rows, config.kv_heads, config.head_width, capacity), dtype)
-    values = jax.ShapeDtypeStruct((rows, config.kv_heads, capacity, config.head_width), dtype)
-    return KVCache(keys=(keys,) * len(config.layers), values=(values,) * len(config.layers))
+
+    def slots(width: int, dtype: Any, axis: int) -> jax.ShapeDtypeStruct:
+        shape = (capacity, width) if axis == VALUE_SLOTS else (width, capacity)
+        return jax.ShapeDtypeStruct((rows, config.kv_heads, *shape), dtype)
+
+    def leaf(axis: int) -> Any:
+        if not is_scaled(dtype):
+            return slots(config.head_width, dtype, axis)
+        return Scaled(slots(config.head_width, dtype, axis), slots(1, jnp.float32, axis), jnp.float32)
+
+    return KVCache(keys=(leaf(KEY_SLOTS),) * len(config.layers), values=(leaf(VALUE_SLOTS),) * len(config.layers))
+
+
+def is_scaled(dtype: Any) -> bool:
+    """Whether a cache of that dtype has scales."""
+    return jnp.issubdtype(dtype, jnp.integer)
 
 
 def row_nbytes(config: ModelConfig, capacity: int, dtype: jnp.dtype) -> int:
     """Bytes of one row of `capacity` slots."""
-    per_slot = 2 * config.kv_heads * config.head_width * jnp.dtype(dtype).itemsize
+    per_head = config.head_width * jnp.dtype(dtype).itemsize + (4 if is_scaled(dtype) else 0)
+    per_slot = 2 * config.kv_heads * per_head
     return per_slot * capacity * len(config.layers)
 
 
-def write(slots: Array, new: Array, starts: Array, axis: int) -> Array:
+def write(slots: Array | Scaled, new: Array, starts: Array, axis: int) -> Array | Scaled:
     """Put the T new entries of each row into its slots from `starts` on; entries past the capacity are dropped.
 
     Shapes: slots [B, K, H, S] with axis KEY_SLOTS, or [B, K, S, H] with VALUE_SLOTS; new [B, T, K, H]; starts int32
     [B]; result like slots, which should be donated.
     """
-    new = jnp.moveaxis(new, 1, axis).astype(slots.dtype)
+    new = jnp.moveaxis(new, 1, axis)
+    if isinstance(slots, Scaled):
+        numbers = scaled(new, KEY_SLOTS + VALUE_SLOTS - axis, slots.values.dtype, slots.dtype)
+        return jax.tree.map(partial(_write, starts=starts, axis=axis), slots, numbers)
+    return _write(slots, new.astype(slots.dtype), starts, axis)
+
+
+def _write(slots: Array, new: Array, starts: Array, axis: int) -> Array:
     for row in range(slots.shape[0]):  # one in-place slice each: a scatter over rows costs more on CPU
         block, start = new[row : row + 1], starts[row]
         if block.shape[axis] > 1:
@@ -86,6 +111,6 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
         return jnp.pad(slots, added)
 
     return KVCache(
-        keys=tuple(widen(keys, KEY_SLOTS) for keys in cache.keys),
-        values=tuple(widen(values, VALUE_SLOTS) for values in cache.values),
+        keys=jax.tree.map(partial(widen, axis=KEY_SLOTS), cache.keys),
+        values=jax.tree.map(partial(widen, axis=VALUE_SLOTS), cache.values),
     )

@@ -22,10 +22,12 @@ model_option = click.option(
 )
 device_option = click.option("--device", default=None, help='"cpu", "gpu", "gpu:1"; JAX\'s default if left out.')
 dtype_option = click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto")
-kv_dtype_option = click.option("--kv-dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto")
+kv_dtype_option = click.option(
+    "--kv-dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8"]), default="auto", help="Of keys and values."
+)
 quantize_option = click.option(
     "--quantize",
-    type=click.Choice(["auto", "none", "keep", "int8", "int4"]),
+    type=click.Choice(["auto", "none", "keep", "int8", "int4", "fp8"]),
     default="auto",
     help="How weights are held: packed as the file has them where that pays (auto), or packed at load.",
 )

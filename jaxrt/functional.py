@@ -17,6 +17,7 @@ from jaxrt.errors import CapacityError, RequestError
 from jaxrt.interventions import Intervention
 from jaxrt.models import decoder
 from jaxrt.nn.packed import Packed, unpacked
+from jaxrt.nn.scaled import Scaled
 from jaxrt.observations import LOGITS_PATH, ObservationRequest, ObservationSelector, known_paths
 from jaxrt.sessions.model import XlaModel
 from jaxrt.taps import Tap, Taps
@@ -49,13 +50,18 @@ class Functional:
         self._model.check_open()
         if self._unpacked is None:
             self._unpacked = jax.tree.map(
-                lambda leaf: _unpack(leaf) if isinstance(leaf, Packed) else leaf, self._model.weights, is_leaf=is_leaf
+                lambda leaf: _unpack(leaf) if isinstance(leaf, Packed | Scaled) else leaf,
+                self._model.weights,
+                is_leaf=is_leaf,
             )
         return self._unpacked
 
     def cache(self, rows: int, capacity: int) -> Cache:
-        """An empty cache for `rows` sequences of up to `capacity` tokens."""
-        kv = kv_cache.abstract(self._model.config, rows, capacity, self._model.cache_dtype)
+        """An empty cache for `rows` sequences of up to `capacity` tokens; of the weights' dtype where the runtime's own
+        is int8, since rounding has no derivative."""
+        dtype = self._model.cache_dtype
+        dtype = self._model.weights.embedding.dtype if kv_cache.is_scaled(dtype) else dtype
+        kv = kv_cache.abstract(self._model.config, rows, capacity, dtype)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kv)
         return Cache(zeros, jnp.zeros((rows,), jnp.int32))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrt import cache, native, sampling, weights
 from jaxrt.artifacts.load import open_checkpoint
-from jaxrt.artifacts.packing import QUANTIZED, held
+from jaxrt.artifacts.packing import held
 from jaxrt.buckets import PLATFORMS, BucketPolicy
 from jaxrt.config import ModelConfig
 from jaxrt.errors import RequestError
@@ -22,7 +22,10 @@ MIB = 1 << 20
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 # XLA's CPU backend widens bfloat16 element by element: ten times slower at one row than float32.
 NATIVE_DTYPE = {"cpu": "float32"}
-QUANTIZE = ("auto", "none", "keep", *QUANTIZED)
+KV_DTYPES = {**DTYPES, "int8": jnp.int8}
+QUANTIZE = ("auto", "none", "keep", "int8", "int4", "fp8")
+# Away from a CPU, where XLA multiplies: its products widen eight bits as they go, and take no scales of blocks.
+ELSEWHERE = {"int8": "int8 by output", "fp8": "fp8 by output"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ def plan_model(
     sampler = _sampler_nbytes(config.vocab)
     specs = specs or weights.abstract(config, dtype)
     held = weights.nbytes(specs)
-    workspace = _workspace(config, policy, dtype) + _unpacked_nbytes(specs)
+    workspace = _workspace(config, policy, dtype)
+    if platform != "cpu" or native.missing():
+        workspace += _unpacked_nbytes(specs)
     lanes = policy.rows[-1] + (policy.rows[-1] > 1)
     return ModelPlan(
         parameters=config.parameters,
@@ -138,7 +143,7 @@ def plan_artifact(
         rows=rows,
         capacity=capacity,
         dtype=weights_dtype,
-        kv_dtype=weights_dtype if kv_dtype == "auto" else resolve_dtype(kv_dtype, platform),
+        kv_dtype=resolve_kv_dtype(kv_dtype, weights_dtype),
         platform=platform,
         specs=held(checkpoint, config, weights_dtype, resolve_storage(quantize, dtype, platform)),
     )
@@ -151,7 +156,11 @@ def resolve_storage(quantize: str, dtype: str, platform: str) -> str:
         raise RequestError(f"quantize={quantize!r}", expected=f"one of {', '.join(QUANTIZE)}")
     if quantize == "auto":
         return "packed" if platform == "cpu" and dtype == "auto" and not native.missing() else "float"
-    if quantize != "none" and dtype not in ("auto", "float32"):
+    if platform != "cpu":
+        quantize = ELSEWHERE.get(quantize, quantize)
+    elif quantize == "fp8":
+        raise RequestError("quantize='fp8' on a CPU, which has no products of it", fix="use int8")
+    elif quantize != "none" and dtype not in ("auto", "float32"):
         raise RequestError(f"quantize={quantize!r} with dtype={dtype!r}", fix="leave one of them out")
     return {"none": "float", "keep": "packed"}.get(quantize, quantize)
 
@@ -161,6 +170,15 @@ def resolve_dtype(name: str, platform: str) -> Any:
     chosen = DTYPES.get(NATIVE_DTYPE.get(platform, "bfloat16") if name == "auto" else name)
     if chosen is None:
         raise RequestError(f"dtype {name!r}", expected=f"one of auto, {', '.join(DTYPES)}")
+    return chosen
+
+
+def resolve_kv_dtype(name: str, weights_dtype: Any) -> Any:
+    """The cache's dtype called `name`; "auto" is that which the weights are computed in. Raises: RequestError for an
+    unknown name."""
+    chosen = weights_dtype if name == "auto" else KV_DTYPES.get(name)
+    if chosen is None:
+        raise RequestError(f"kv_dtype {name!r}", expected=f"one of auto, {', '.join(KV_DTYPES)}")
     return chosen
 
 
@@ -182,9 +200,9 @@ def _workspace(config: ModelConfig, policy: BucketPolicy, dtype: Any) -> int:
 
 
 def _unpacked_nbytes(specs: weights.Weights) -> int:
-    """Of the largest packed matrix of a layer as float32, which a prefill makes."""
-    layers = jax.tree.leaves(specs.layers, is_leaf=weights.is_spec)
-    return max((4 * math.prod(spec.shape) for spec in layers if spec.formats), default=0)
+    """Of the largest packed matrix as float32, which XLA makes to multiply by it."""
+    leaves = jax.tree.leaves(specs, is_leaf=weights.is_spec)
+    return max((4 * math.prod(spec.shape) for spec in leaves if spec.formats and not spec.scaled), default=0)
 
 
 def _mib(count: int) -> str:

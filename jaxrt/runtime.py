@@ -323,9 +323,10 @@ def load(
 ) -> ModelRuntime:
     """Load a model: a demo name, a Hugging Face id, a directory, a .gguf file, or an Orbax directory.
 
-    device: a jax.Device, or "cpu", "gpu", "gpu:1"; None is JAX's default. dtype, kv_dtype: "auto", "float32" or
-    "bfloat16". quantize: "auto" keeps packed weights packed where that pays (on CPU, unless a dtype is named), "none"
-    unpacks them, "keep" never does; "int8" and "int4" pack any checkpoint's weights in groups of 32.
+    device: a jax.Device, or "cpu", "gpu", "gpu:1"; None is JAX's default. dtype: "auto", "float32" or "bfloat16";
+    kv_dtype also "int8", with a scale for every head of every token. quantize: "auto" keeps packed weights packed where
+    that pays (on CPU, unless a dtype is named), "none" unpacks them, "keep" never does; "int8" and "int4" pack any
+    checkpoint's weights in groups of 32. On a GPU "int8", and "fp8", have a scale for every output instead.
     progress: called with the bytes of weights placed and their total.
 
     Turns on JAX's persistent compile cache, in a private directory, unless one is configured.

@@ -14,23 +14,31 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrt.config import ModelConfig
+from jaxrt.nn import scaled
 from jaxrt.nn.packed import Packed, row_bytes
+from jaxrt.nn.scaled import Scaled
 
 Axes = tuple[str | None, ...]
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Declaration of one array, or packed matrix: static, a leaf of the abstract tree."""
+    """Declaration of one array, or packed or scaled matrix: static, a leaf of the abstract tree."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype  # of a packed one: what it is computed in
     axes: Axes
-    formats: tuple[str, ...] = ()  # of a packed one's parts
+    formats: tuple[str, ...] = ()  # of a packed one's parts; the type of a scaled one
     outputs: tuple[int, ...] = ()  # rows of each part
 
     @property
+    def scaled(self) -> bool:
+        return any(format in scaled.TYPES for format in self.formats)
+
+    @property
     def nbytes(self) -> int:
+        if self.scaled:
+            return scaled.nbytes(self.shape, axis=1)
         if self.formats:
             return row_bytes(self.formats, self.outputs, self.shape[1])
         size = jnp.dtype(self.dtype).itemsize
@@ -41,8 +49,8 @@ class ArraySpec:
 
 @struct.dataclass
 class LayerWeights:
-    """Leaves are jax.Array or Packed, or ArraySpec in an abstract tree. Linear maps are stored as checkpoints have
-    them: [out, in]."""
+    """Leaves are jax.Array, Packed or Scaled, or ArraySpec in an abstract tree. Linear maps are stored as checkpoints
+    have them: [out, in]."""
 
     attention_norm: Any  # [D]
     qkv: Any  # [(N + 2 K) H, D]
@@ -95,7 +103,7 @@ def is_spec(leaf: object) -> bool:
 
 def is_leaf(leaf: object) -> bool:
     """Whether it stands for one matrix or vector: a packed one is a tree of its own to JAX."""
-    return isinstance(leaf, ArraySpec | Packed)
+    return isinstance(leaf, ArraySpec | Packed | Scaled)
 
 
 def named(weights: Weights) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from jaxrt import knobs as knob_arrays
 from jaxrt import weights as weight_trees
 from jaxrt.backend import ModelSource, XlaBackend
 from jaxrt.buckets import FIRST, PLATFORMS, Bucket, BucketPolicy
-from jaxrt.nn import packed
+from jaxrt.nn import scaled
 from jaxrt.planning import resolve_dtype
 from jaxrt.program import compiles
 from jaxrt.runtime import ModelRuntime
@@ -292,10 +293,17 @@ class Check:
             raise CheckFailed(f"the second process compiled {found['warm']['compiled']} executables anew")
 
     def int8(self, found: dict[str, Any], name: str) -> None:
-        """Weights of eight bits with a scale for every output, where jaxrt has them."""
-        if not hasattr(packed, "Scaled"):
-            raise Skipped("jaxrt.nn.packed has no class Scaled: there is no per-channel weight-only type to measure")
-        raise Skipped("jaxrt.nn.packed.Scaled is there, and this script does not make weights of it: nothing measured")
+        """Decode with weights of eight bits and a scale for every output, and what its HLO widens in memory."""
+        plain = _held(self._runtime(name))
+        for kind in scaled.TYPES:
+            weights = jax.tree.map(partial(_eight_bits, kind=kind), plain.weights)
+            with ModelRuntime.prepare(XlaBackend(self._device), ModelSource(plain.config, weights)) as runtime:
+                self._choose(_held(runtime), CAPACITY)
+                found[kind] = self._decoded(runtime, 1)
+                text = _held(runtime).plans.plan(Bucket("decode", 1, CAPACITY, SEVERAL)).executable.as_text()
+            matrices = [leaf for leaf in weight_trees.named(weights).values() if leaf.ndim == 2]
+            found[kind]["weights_bytes"] = sum(leaf.nbytes for leaf in matrices)
+            found[kind]["widened"] = large_moves(text, min(leaf.size for leaf in matrices))[:8]
 
     # --- what they share ------------------------------------------------------------------------------------------
 
@@ -356,6 +364,12 @@ def _held(runtime: ModelRuntime) -> XlaModel:
     session = runtime.session
     assert isinstance(session, XlaSession)
     return session.model
+
+
+def _eight_bits(leaf: jax.Array, kind: str) -> Any:
+    if leaf.ndim != 2:
+        return leaf
+    return jax.jit(scaled.scaled, static_argnums=(1, 2, 3))(leaf, 1, jnp.dtype(kind), leaf.dtype)
 
 
 def _gpu_policy(capacity: int, rows: int = 1, positions: tuple[int, ...] = GPU_POSITIONS) -> BucketPolicy:

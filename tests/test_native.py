@@ -16,6 +16,7 @@ from gguf.constants import GGMLQuantizationType
 from jaxrt import native
 from jaxrt.nn import attention, linear, packed
 from jaxrt.nn.layers import rms_norm
+from jaxrt.nn.scaled import scaled
 from tests.files import random_blocks
 
 EPS = np.finfo(np.float32).eps
@@ -130,6 +131,21 @@ def test_attention_of_one_query(instruction_set, dtype, heads, groups, width, ca
             shares = np.exp(scores - scores.max())
             exact = shares @ values / shares.sum()
             assert np.abs(found[row, 0, head] - exact).max() <= 64 * EPS * np.abs(values).max()
+
+
+def test_attention_of_one_query_over_a_scaled_cache(instruction_set):
+    rng = np.random.default_rng(2)
+    q = rng.normal(size=(2, 1, 6, 32)).astype(np.float32)
+    k, v = rng.normal(size=(2, 2, 32, 700)), rng.normal(size=(2, 2, 700, 32))
+    keys, values = scaled(k, 2, jnp.int8, jnp.float32), scaled(v, 3, jnp.int8, jnp.float32)
+    positions = np.array([[699], [40]], np.int32)
+    plain = (k.values.astype(np.float32) * k.scales for k in (keys, values))
+    exact = np.asarray(jax.jit(attention._attend)(q, *plain, positions))
+    for attend in (attention.attend, attention._attend):
+        found = np.asarray(jax.jit(attend)(q, keys, values, positions))
+        assert np.abs(found - exact).max() <= 128 * EPS * np.abs(exact).max()
+    weights = attention.attention_weights(q, keys, positions)
+    assert np.abs(np.asarray(attention.mix(weights, values)) - exact).max() <= 128 * EPS * np.abs(exact).max()
 
 
 def test_the_norm(instruction_set):

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxrt.errors import ArtifactError, RequestError
 from jaxrt.models.families import Rule, spare_tensors, tensor_rules
 from jaxrt.models.keys import Keys
 from jaxrt.nn.packed import Packed
+from jaxrt.nn.scaled import Scaled, scaled
 from jaxrt.requests import MAX_TOKENS, SamplingParams
 from jaxrt.weights import ArraySpec, Weights, named, nbytes, unnamed
 
@@ -93,8 +95,8 @@ def load_weights(
 
     Result: the tree of `held(checkpoint, config, dtype, storage)`, holding what `place(name, spec, array)` returned.
     `place` is called on this thread, in the order in which leaves are ready; `array` is of spec's shape and dtype,
-    C-contiguous, 64-byte aligned and nobody else's, or a Packed whose parts are. `progress(done, total)` counts bytes
-    placed. `scan` refuses NaN and infinite weights.
+    C-contiguous, 64-byte aligned and nobody else's, or a Packed or Scaled whose parts are. `progress(done, total)`
+    counts bytes placed. `scan` refuses NaN and infinite weights.
 
     Raises: ArtifactError naming every tensor that is missing, unexpected or of another shape, before any is read; later
     for data that cannot be read or is not finite.
@@ -105,7 +107,7 @@ def load_weights(
     done, total = 0, nbytes(specs)
     placed: dict[str, Any] = {}
 
-    def read(name: str) -> np.ndarray | Packed:
+    def read(name: str) -> np.ndarray | Packed | Scaled:
         return _read_leaf(checkpoint, leaves[name], rules[name], scan)
 
     with ThreadPoolExecutor(READERS, thread_name_prefix="jaxrt-load") as pool:
@@ -118,10 +120,10 @@ def load_weights(
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, read: Callable[[str], np.ndarray | Packed], leaves: Mapping[str, ArraySpec]
-) -> Iterator[tuple[str, np.ndarray | Packed]]:
+    pool: ThreadPoolExecutor, read: Callable[[str], np.ndarray | Packed | Scaled], leaves: Mapping[str, ArraySpec]
+) -> Iterator[tuple[str, np.ndarray | Packed | Scaled]]:
     """Leaves as they become ready, READERS of them being read at any time."""
-    reading: dict[Future[np.ndarray | Packed], str] = {}
+    reading: dict[Future[np.ndarray | Packed | Scaled], str] = {}
     for name in leaves:
         reading[pool.submit(read, name)] = name
         if len(reading) == READERS:
@@ -166,8 +168,11 @@ def _check(checkpoint: Checkpoint, rules: Mapping[str, Rule], spare: Mapping[str
 NOT_WEIGHTS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 
 
-def _read_leaf(checkpoint: Checkpoint, spec: ArraySpec, rule: Rule, scan: bool) -> np.ndarray | Packed:
+def _read_leaf(checkpoint: Checkpoint, spec: ArraySpec, rule: Rule, scan: bool) -> np.ndarray | Packed | Scaled:
     """One leaf, laid out as `spec` says, in memory of its own."""
+    if spec.scaled:
+        wide = replace(spec, dtype=jnp.dtype(jnp.float32), formats=(), outputs=())
+        return scaled(_read_leaf(checkpoint, wide, rule, scan), axis=1, type=spec.formats[0], dtype=spec.dtype)
     if spec.formats:
         packed, bad = read_packed(checkpoint, spec, rule, _halves_in_turn, _aligned)
         if scan and bad is not None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrt.artifacts.checkpoint import Checkpoint
@@ -13,16 +12,21 @@ from jaxrt.models.families import Rule, tensor_rules
 from jaxrt.nn.packed import FORMATS, Packed
 from jaxrt.weights import ArraySpec, Weights, abstract, named, unnamed
 
-# Formats that weights of any type are packed into at load: of the layers, and of the two tables of the vocabulary,
-# which bear four bits badly.
-QUANTIZED: Mapping[str, tuple[str, str]] = {"int8": ("Q8_0", "Q8_0"), "int4": ("Q4_1", "Q8_0")}
+# What weights of any type are packed into at load: of the layers, and of the two tables of the vocabulary, which bear
+# four bits badly.
+QUANTIZED: Mapping[str, tuple[str, str]] = {
+    "int8": ("Q8_0", "Q8_0"),
+    "int4": ("Q4_1", "Q8_0"),
+    "int8 by output": ("int8", "int8"),
+    "fp8 by output": ("float8_e4m3fn", "float8_e4m3fn"),
+}
 TABLES = ("embedding", "head")
 
 
 def held(checkpoint: Checkpoint, config: ModelConfig, dtype: Any, storage: str) -> Weights:
     """The tree of ArraySpec of a checkpoint's weights, from its headers.
 
-    storage: "float", arrays of `dtype`; "packed", as the file has them where they are packed; "int8" or "int4",
+    storage: "float", arrays of `dtype`; "packed", as the file has them where they are packed; or a name of QUANTIZED,
     packed at load, where their inputs are a multiple of a block. The rest are arrays of `dtype`.
     """
     specs = named(abstract(config, dtype))
@@ -34,7 +38,6 @@ def held(checkpoint: Checkpoint, config: ModelConfig, dtype: Any, storage: str) 
 def _spec(checkpoint: Checkpoint, name: str, spec: ArraySpec, rule: Rule, storage: str) -> ArraySpec:
     if len(spec.shape) != 2 or storage == "float":
         return spec
-    packed = {"dtype": jnp.dtype(jnp.float32)}
     if storage == "packed":
         formats: list[str] = []
         outputs: list[int] = []
@@ -47,11 +50,11 @@ def _spec(checkpoint: Checkpoint, name: str, spec: ArraySpec, rule: Rule, storag
             else:
                 formats.append(header.dtype)
                 outputs.append(source.shape[0])
-        return replace(spec, **packed, formats=tuple(formats), outputs=tuple(outputs))
+        return replace(spec, formats=tuple(formats), outputs=tuple(outputs))
     format = QUANTIZED[storage][name in TABLES]
-    if spec.shape[1] % FORMATS[format].weights:
+    if format in FORMATS and spec.shape[1] % FORMATS[format].weights:
         return spec
-    return replace(spec, **packed, formats=(format,), outputs=(spec.shape[0],))
+    return replace(spec, formats=(format,), outputs=(spec.shape[0],))
 
 
 def read_packed(

@@ -53,9 +53,9 @@ KINDS: Mapping[Kind, KindOfSeal] = {
 }
 UNNAMED: Kind = "model"  # manifests of this kind are older than the others, and do not say their kind
 
-_TYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.int64, np.uint32, np.uint8, np.bool_)
+_TYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.int64, np.uint32, np.uint8, np.int8, np.bool_)
 DTYPES = {np.dtype(kind).name: np.dtype(kind) for kind in _TYPES}
-DtypeName = Literal["float32", "float16", "bfloat16", "int32", "int64", "uint32", "uint8", "bool"]
+DtypeName = Literal["float32", "float16", "bfloat16", "int32", "int64", "uint32", "uint8", "int8", "bool"]
 
 MAX_MANIFEST_BYTES = 1 << 26
 HASHED_WHOLE = 1 << 20

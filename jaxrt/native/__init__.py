@@ -25,6 +25,7 @@ _FLOATS = {jnp.dtype(jnp.float32): "float32", jnp.dtype(jnp.bfloat16): "bfloat16
 _TARGETS = (
     *(f"jaxrt_{kernel}_{kind}" for kernel in ("matmul", "attend") for kind in _FLOATS.values()),
     "jaxrt_matmul_packed",
+    "jaxrt_attend_int8",
     "jaxrt_norm",
 )
 
@@ -91,6 +92,14 @@ def attend(queries: Array, keys: Array, values: Array, positions: Array) -> Arra
     """Attention of one query a row: queries float32 [B, 1, N, H]; keys [B, K, H, S] and values [B, K, S, H], float32 or
     bfloat16; positions int32 [B, 1]; result like queries. H is a multiple of HEAD_WIDTHS."""
     return _call(f"jaxrt_attend_{_FLOATS[jnp.dtype(keys.dtype)]}", queries.shape, queries, keys, values, positions)
+
+
+def attend_scaled(
+    queries: Array, keys: Array, values: Array, positions: Array, key_scales: Array, value_scales: Array
+) -> Array:
+    """`attend` over a cache of int8 with scales float32 [B, K, 1, S] and [B, K, S, 1]. Without a derivative: rounding
+    has none."""
+    return _call("jaxrt_attend_int8", queries.shape, queries, keys, values, positions, key_scales, value_scales)
 
 
 def norm(rows: Array, weight: Array, eps: float) -> Array:

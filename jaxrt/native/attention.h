@@ -78,8 +78,9 @@ inline void mix_slots(const float* weights, const Cache* values, float* mixed, i
 
 // `HEADS` query heads of one key head over slots [first, last); `scores` has room for HEADS * pitch.
 template <int HEADS, typename Cache>
-void attend_heads(const float* q, const Cache* keys, const Cache* values, float* scores, float* highest, float* total,
-                  float* mixed, int64_t width, int64_t capacity, int64_t first, int64_t last) {
+void attend_heads(const float* q, const Cache* keys, const Cache* values, const float* key_scales,
+                  const float* value_scales, float* scores, float* highest, float* total, float* mixed, int64_t width,
+                  int64_t capacity, int64_t first, int64_t last) {
   const int64_t count = last - first, pitch = (count + SLOTS - 1) / SLOTS * SLOTS;
   int64_t s = 0;
   for (; s < count && first + s + SLOTS <= capacity; s += SLOTS)
@@ -92,6 +93,8 @@ void attend_heads(const float* q, const Cache* keys, const Cache* values, float*
     }
   for (int g = 0; g < HEADS; ++g) {
     float* own = scores + g * pitch;
+    if (key_scales)
+      for (int64_t i = 0; i < count; ++i) own[i] *= key_scales[first + i];
     float most = own[0];
     for (int64_t i = 1; i < count; ++i) most = own[i] > most ? own[i] : most;
     for (int64_t i = 0; i < count; ++i) own[i] -= most;
@@ -101,19 +104,22 @@ void attend_heads(const float* q, const Cache* keys, const Cache* values, float*
     for (int64_t i = 0; i < count; ++i) sum += own[i];
     highest[g] = most;
     total[g] = sum + lost;
+    if (value_scales)
+      for (int64_t i = 0; i < count; ++i) own[i] *= value_scales[first + i];
   }
   mix_slots<HEADS>(scores, values + first * width, mixed, width, count, pitch);
 }
 
 template <typename Cache>
-void attend_piece(const float* q, const void* keys, const void* values, float* scores, float* highest, float* total,
-                  float* mixed, int64_t heads, int64_t width, int64_t capacity, int64_t first, int64_t last) {
+void attend_piece(const float* q, const void* keys, const void* values, const float* key_scales,
+                  const float* value_scales, float* scores, float* highest, float* total, float* mixed, int64_t heads,
+                  int64_t width, int64_t capacity, int64_t first, int64_t last) {
   const Cache *k = (const Cache*)keys, *v = (const Cache*)values;
   for (int64_t g = 0; g < heads;) {
     auto run = [&](auto some) {
       constexpr int HEADS = decltype(some)::value;
-      attend_heads<HEADS>(q + g * width, k, v, scores, highest + g, total + g, mixed + g * width, width, capacity, first,
-                          last);
+      attend_heads<HEADS>(q + g * width, k, v, key_scales, value_scales, scores, highest + g, total + g,
+                          mixed + g * width, width, capacity, first, last);
       g += HEADS;
     };
     if (heads - g >= 3)

@@ -33,14 +33,15 @@ inline float bfloat16(uint16_t bits) {
 }
 inline float as_float(float value) { return value; }
 inline float as_float(uint16_t bits) { return bfloat16(bits); }
+inline float as_float(int8_t value) { return value; }
 
 // Products over outputs [first, last): weights, rows, results; counts of rows, inputs, outputs; first, last.
 using Product = void (*)(const void*, const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t);
 
-// Attention over slots [first, last): queries, keys, values; scores (room), highest, total, mixed; heads, width,
-// capacity, first, last.
-using Piece = void (*)(const float*, const void*, const void*, float*, float*, float*, float*, int64_t, int64_t, int64_t,
-                       int64_t, int64_t);
+// Attention over slots [first, last): queries, keys, values, the scales of the slots of both or null; scores (room),
+// highest, total, mixed; heads, width, capacity, first, last.
+using Piece = void (*)(const float*, const void*, const void*, const float*, const float*, float*, float*, float*, float*,
+                       int64_t, int64_t, int64_t, int64_t, int64_t);
 
 struct PackedKernels {
   void (*matmul)(const uint8_t*, const int16_t*, const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t);
@@ -58,7 +59,7 @@ struct Kernels {
     Product few, many;
   } float32, bfloat16;
   void (*quantize)(const float*, int16_t*, float*, int64_t);
-  Piece attend_float32, attend_bfloat16;
+  Piece attend_float32, attend_bfloat16, attend_int8;
   void (*norm)(const float*, const float*, float*, int64_t, float);
   PackedKernels packed[FORMATS];
 };
@@ -269,8 +270,9 @@ ffi::Future packed_matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
 constexpr int64_t SLOTS_PIECE = 512;
 
 template <ffi::DataType TYPE>
-ffi::Future attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::Buffer<TYPE> keys, ffi::Buffer<TYPE> values,
-                   ffi::Buffer<ffi::S32> positions, ffi::ResultBuffer<ffi::F32> out) {
+ffi::Future attend_over(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::Buffer<TYPE> keys,
+                        ffi::Buffer<TYPE> values, ffi::Buffer<ffi::S32> positions, ffi::ResultBuffer<ffi::F32> out,
+                        const float* key_scales, const float* value_scales) {
   auto qs = queries.dimensions(), ks = keys.dimensions(), vs = values.dimensions();
   if (qs.size() != 4 || ks.size() != 4 || vs.size() != 4 || qs[1] != 1 || ks[0] != qs[0] || vs[0] != qs[0] ||
       ks[1] != vs[1] || ks[2] != qs[3] || vs[3] != qs[3] || ks[3] != vs[2] || !ks[1] || qs[2] % ks[1] ||
@@ -303,7 +305,7 @@ ffi::Future attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::Buf
   const auto* k = keys.typed_data();
   const auto* v = values.typed_data();
   float* to = out->typed_data();
-  auto* piece = TYPE == ffi::F32 ? all->attend_float32 : all->attend_bfloat16;
+  auto* piece = TYPE == ffi::F32 ? all->attend_float32 : TYPE == ffi::BF16 ? all->attend_bfloat16 : all->attend_int8;
   const float scale = 1 / std::sqrt((float)width);
   auto work = [=](int64_t first, int64_t last) {
     thread_local std::vector<float> room;
@@ -313,8 +315,9 @@ ffi::Future attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::Buf
       float* scaled = room.data() + 3 * SLOTS_PIECE;
       const float* from = q + (task.row * heads + task.group * each) * width;
       for (int64_t i = 0; i < each * width; ++i) scaled[i] = from[i] * scale;
-      const int64_t at = (task.row * groups + task.group) * width * capacity;
-      piece(scaled, k + at, v + at, room.data(), &partial->highest[t * each], &partial->total[t * each],
+      const int64_t slots = (task.row * groups + task.group) * capacity, at = slots * width;
+      piece(scaled, k + at, v + at, key_scales ? key_scales + slots : nullptr,
+            value_scales ? value_scales + slots : nullptr, room.data(), &partial->highest[t * each], &partial->total[t * each],
             &partial->mixed[t * each * width], each, width, capacity, task.first, task.last);
     }
   };
@@ -343,6 +346,24 @@ ffi::Future attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::Buf
   return in_parallel(pool, count, count <= alone ? count : 1, work, finish);
 }
 
+template <ffi::DataType TYPE>
+ffi::Future attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::Buffer<TYPE> keys, ffi::Buffer<TYPE> values,
+                   ffi::Buffer<ffi::S32> positions, ffi::ResultBuffer<ffi::F32> out) {
+  return attend_over<TYPE>(pool, queries, keys, values, positions, out, nullptr, nullptr);
+}
+
+ffi::Future attend_scaled(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::Buffer<ffi::S8> keys,
+                          ffi::Buffer<ffi::S8> values, ffi::Buffer<ffi::S32> positions,
+                          ffi::Buffer<ffi::F32> key_scales, ffi::Buffer<ffi::F32> value_scales,
+                          ffi::ResultBuffer<ffi::F32> out) {
+  auto ks = keys.dimensions();
+  if (ks.size() != 4 || (int64_t)key_scales.element_count() != ks[0] * ks[1] * ks[3] ||
+      value_scales.element_count() != key_scales.element_count())
+    return failed("scales of a cache must be [B, K, 1, S] and [B, K, S, 1]");
+  return attend_over<ffi::S8>(pool, queries, keys, values, positions, out, key_scales.typed_data(),
+                              value_scales.typed_data());
+}
+
 ffi::Future norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight, ffi::ResultBuffer<ffi::F32> y,
                  float eps) {
   auto xs = x.dimensions();
@@ -369,6 +390,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrt_attend_float32, attend<ffi::F32>,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::Buffer<ffi::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrt_attend_bfloat16, attend<ffi::BF16>,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::BF16>>().Arg<ffi::Buffer<ffi::BF16>>().Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrt_attend_int8, attend_scaled,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::S8>>().Arg<ffi::Buffer<ffi::S8>>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrt_norm, norm,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));
 

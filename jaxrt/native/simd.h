@@ -12,6 +12,9 @@ inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
 inline Floats load(const uint16_t* p) {  // bfloat16
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+inline Floats load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 inline Floats all(float a) { return _mm512_set1_ps(a); }
 inline void store(Floats a, float* p) { _mm512_storeu_ps(p, a); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
@@ -23,6 +26,9 @@ inline Floats zero() { return _mm256_setzero_ps(); }
 inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
 inline Floats load(const uint16_t* p) {  // bfloat16
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline Floats load(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 inline Floats all(float a) { return _mm256_set1_ps(a); }
 inline void store(Floats a, float* p) { _mm256_storeu_ps(p, a); }
@@ -38,6 +44,10 @@ inline Floats load(const uint16_t* p) {  // bfloat16
   uint16x8_t bits = vld1q_u16(p);
   return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(bits), 16)),
           vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(bits), 16))};
+}
+inline Floats load(const int8_t* p) {
+  int16x8_t wide = vmovl_s8(vld1_s8(p));
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)))};
 }
 inline Floats all(float a) { return {vdupq_n_f32(a), vdupq_n_f32(a)}; }
 inline void store(Floats a, float* p) {
@@ -60,6 +70,11 @@ inline Floats load(const float* p) {
 inline Floats load(const uint16_t* p) {  // bfloat16
   Floats out;
   for (int i = 0; i < 8; ++i) out.at[i] = bfloat16(p[i]);
+  return out;
+}
+inline Floats load(const int8_t* p) {
+  Floats out;
+  for (int i = 0; i < 8; ++i) out.at[i] = p[i];
   return out;
 }
 inline Floats all(float a) { return {{a, a, a, a, a, a, a, a}}; }

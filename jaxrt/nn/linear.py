@@ -24,11 +24,12 @@ from jax import Array
 
 from jaxrt import native
 from jaxrt.nn.packed import Packed, unpack_part, unpacked
+from jaxrt.nn.scaled import Scaled
 
 DIRECT_ROWS = 64  # from here on a wide matrix is multiplied as it stands
 
 
-def matmul(x: Array, weight: Array | Packed, dtype: jnp.dtype | None = None) -> Array:
+def matmul(x: Array, weight: Array | Packed | Scaled, dtype: jnp.dtype | None = None) -> Array:
     """x times the linear map. Shapes: x [..., K]; weight [N, K]; result [..., N], of `dtype` or else x's."""
     rows = x.reshape(-1, weight.shape[1])
     cpu, elsewhere = partial(_on_cpu, dtype=dtype or x.dtype), partial(_elsewhere, dtype=dtype or x.dtype)
@@ -36,12 +37,12 @@ def matmul(x: Array, weight: Array | Packed, dtype: jnp.dtype | None = None) -> 
     return product.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _on_cpu(rows: Array, weight: Array | Packed, dtype: jnp.dtype) -> Array:
+def _on_cpu(rows: Array, weight: Array | Packed | Scaled, dtype: jnp.dtype) -> Array:
     if isinstance(weight, Packed) and not native.missing():
         wide = rows.astype(jnp.float32)
         parts = [_native(format)(wide, part) for part, format in zip(weight.parts, weight.formats, strict=True)]
         return (parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)).astype(dtype)
-    matrix = unpacked(weight) if isinstance(weight, Packed) else weight
+    matrix = unpacked(weight) if isinstance(weight, Packed | Scaled) else weight
     if native.handles(matrix):
         return _native(None)(rows.astype(jnp.float32), matrix).astype(dtype)
     outputs, inputs = matrix.shape
@@ -61,7 +62,10 @@ def _native(format: str | None) -> Callable[[Array, Array], Array]:
     return native.differentiable(partial(native.matmul, format=format), reference)
 
 
-def _elsewhere(rows: Array, weight: Array | Packed, dtype: jnp.dtype) -> Array:
+def _elsewhere(rows: Array, weight: Array | Packed | Scaled, dtype: jnp.dtype) -> Array:
+    if isinstance(weight, Scaled):  # XLA widens the values within the product; a scale there would keep it from that
+        product = _direct(rows, weight.values.astype(rows.dtype), jnp.dtype(jnp.float32))
+        return (product * weight.scales.T).astype(dtype)
     return _direct(rows, unpacked(weight) if isinstance(weight, Packed) else weight, dtype)
 
 

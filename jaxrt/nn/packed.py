@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from jaxrt.nn.scaled import Scaled, widened
+
 
 @dataclass(frozen=True)
 class Format:
@@ -55,8 +57,10 @@ class Packed:
         return sum(part.nbytes for part in self.parts)
 
 
-def unpacked(weight: Packed) -> Array:
+def unpacked(weight: Packed | Scaled) -> Array:
     """The matrix itself, [N, K] of its dtype."""
+    if isinstance(weight, Scaled):
+        return widened(weight)
     rows = [unpack_part(part, weight.inputs, format) for part, format in zip(weight.parts, weight.formats, strict=True)]
     return (rows[0] if len(rows) == 1 else jnp.concatenate(rows)).astype(weight.dtype)
 
@@ -68,8 +72,11 @@ def unpack_part(data: Array, inputs: int, format: str) -> Array:
     return known.unpack(blocks).reshape(data.shape[0], inputs)
 
 
-def take_rows(weight: Array | Packed, rows: Array) -> Array:
+def take_rows(weight: Array | Packed | Scaled, rows: Array) -> Array:
     """Rows of a matrix [N, K] by number, clipped to those there are: [..., K], of the matrix's dtype."""
+    if isinstance(weight, Scaled):
+        values, scales = (jnp.take(part, rows, axis=0, mode="clip") for part in (weight.values, weight.scales))
+        return widened(Scaled(values, scales, weight.dtype))
     if not isinstance(weight, Packed):
         return jnp.take(weight, rows, axis=0, mode="clip")
     flat, first, found = rows.reshape(-1), 0, None

@@ -9,9 +9,10 @@ import numpy as np
 
 from jaxrt.artifacts.orbax import from_json
 from jaxrt.artifacts.sealed import seal, unseal
-from jaxrt.cache import KEY_SLOTS, VALUE_SLOTS, KVCache
+from jaxrt.cache import KEY_SLOTS, VALUE_SLOTS, KVCache, is_scaled
 from jaxrt.errors import ArtifactError, RequestError
 from jaxrt.markup import bytes_text, table_html
+from jaxrt.nn.scaled import Scaled
 from jaxrt.requests import is_whole, shown
 from jaxrt.sampling import SamplerState
 from jaxrt.sessions.model import XlaModel
@@ -38,8 +39,9 @@ class SessionState:
     """Tokens, the used part of the cache, the sampler's state. Random keys follow from a request's seed and a token's
     position, so there is none to keep.
 
-    arrays: keys [L, B, K, H, U] and values [L, B, K, U, H] of the U slots in use, counts, recent and generated of the
-    sampler; none for a session that never ran.
+    arrays: keys [L, B, K, H, U] and values [L, B, K, U, H] of the U slots in use, key_scales [L, B, K, 1, U] and
+    value_scales [L, B, K, U, 1] of a cache that has them; counts, recent and generated of the sampler. None for a
+    session that never ran.
     """
 
     fingerprint: str  # of the model: its config and weights
@@ -57,8 +59,11 @@ class SessionState:
         arrays: dict[str, np.ndarray] = {}
         if kv is not None and sampler is not None:
             used = max(map(len, tokens))
-            arrays["keys"] = np.stack([np.asarray(leaf)[..., :used] for leaf in kv.keys])
-            arrays["values"] = np.stack([np.asarray(leaf)[..., :used, :] for leaf in kv.values])
+            arrays["keys"] = np.stack([np.asarray(leaf)[..., :used] for leaf in map(_numbers, kv.keys)])
+            arrays["values"] = np.stack([np.asarray(leaf)[..., :used, :] for leaf in map(_numbers, kv.values)])
+            if isinstance(kv.keys[0], Scaled):
+                arrays["key_scales"] = np.stack([np.asarray(leaf.scales)[..., :used] for leaf in kv.keys])
+                arrays["value_scales"] = np.stack([np.asarray(leaf.scales)[..., :used, :] for leaf in kv.values])
             for name in ("counts", "recent", "generated"):
                 arrays[name] = np.array(getattr(sampler, name))
         return cls(model.fingerprint, tokens, tuple(row.pending for row in mirror), capacity, arrays)
@@ -92,10 +97,15 @@ class SessionState:
 
     def cache(self, rows: int, capacity: int) -> KVCache:
         """The cache of `rows` rows and that capacity, zeros where nothing was."""
-        return KVCache(
-            tuple(_spread(leaf, rows, capacity, KEY_SLOTS) for leaf in self.arrays["keys"]),
-            tuple(_spread(leaf, rows, capacity, VALUE_SLOTS) for leaf in self.arrays["values"]),
-        )
+
+        def spread(name: str, scales: str, axis: int) -> tuple[Any, ...]:
+            leaves = [_spread(leaf, rows, capacity, axis) for leaf in self.arrays[name]]
+            if scales not in self.arrays:
+                return tuple(leaves)
+            factors = [_spread(leaf, rows, capacity, axis) for leaf in self.arrays[scales]]
+            return tuple(Scaled(*pair, np.float32) for pair in zip(leaves, factors, strict=True))
+
+        return KVCache(spread("keys", "key_scales", KEY_SLOTS), spread("values", "value_scales", VALUE_SLOTS))
 
     def sampler(self, rows: int) -> SamplerState:
         """The sampler's state of `rows` rows; further ones are as at the start."""
@@ -145,6 +155,8 @@ class SessionState:
         rows, used = len(self.tokens), max(map(len, self.tokens), default=0)
         wanted = {"keys": (5, 1, rows, 4, used), "values": (5, 1, rows, 3, used), "counts": (2, 0, rows, 0, rows)}
         wanted |= {"recent": (2, 0, rows, 0, rows), "generated": (1, 0, rows, 0, rows)}
+        if "keys" in self.arrays and is_scaled(self.arrays["keys"].dtype):
+            wanted |= {"key_scales": wanted["keys"], "value_scales": wanted["values"]}
         if not self.arrays and not self.capacity and not used:
             return
         if self.arrays.keys() != wanted.keys() or not rows or len(self.pending) != rows or self.capacity < used:
@@ -165,6 +177,10 @@ class SessionState:
             ("model", self.fingerprint[:12]),
         ]
         return table_html(("", "session state"), facts)
+
+
+def _numbers(leaf: Any) -> Any:
+    return leaf.values if isinstance(leaf, Scaled) else leaf
 
 
 def _spread(leaf: np.ndarray, rows: int, capacity: int, axis: int) -> np.ndarray:

@@ -1,17 +1,23 @@
 """The persistent compile cache: on by default, private to its user, and rid of entries that a crash tore.
 
 An entry is executable code, so a directory that others can write is never used. JAX writes entries without a
-temporary file and
-never rewrites one that is there: a torn entry would cost a warning and a compile at every start for ever.
+temporary file and never rewrites one that is there: a torn entry would cost a warning and a compile at every start for
+ever. Only entries written since the last start are read through, since a cache grows to hundreds of megabytes.
 """
 
+import importlib
 import logging
 import os
 import stat
 import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import jax
+
+CHECKED = "checked"  # begins the name of a file there, whose time is that of the last look at the entries
+MARGIN_NS = 10**10  # of a file system's clock against another, and of an entry that was being written
 
 log = logging.getLogger("jaxrt")
 
@@ -49,17 +55,32 @@ def enable(directory: Path | None = None) -> Path | None:
 
 
 def heal(directory: Path) -> list[Path]:
-    """Remove entries that are not whole; those removed. Entries of other compressions than zlib are left alone."""
-    torn = []
+    """Remove entries written since the last call that JAX could not unpack here; those removed."""
+    codec, unpack = _codec()
+    torn, checked = [], directory / f"{CHECKED}-{codec}"
+    try:
+        since = checked.stat().st_mtime_ns - MARGIN_NS if checked.exists() else 0
+        checked.touch(mode=0o600)
+    except OSError as error:  # a full or read-only disk: look at all of them
+        log.debug("compile cache: %s: %s", checked, error)
+        since = 0
     for entry in directory.glob("*-cache"):
         try:
-            if not _whole(entry.read_bytes()):
-                entry.unlink()
-                torn.append(entry)
+            if entry.stat().st_mtime_ns < since:
+                continue
+            packed = entry.read_bytes()
         except OSError as error:  # another process may have removed it
             log.debug("compile cache: %s: %s", entry, error)
+            continue
+        try:
+            unpack(packed)
+        except Exception as error:  # each codec has errors of its own
+            log.debug("compile cache: %s: %s", entry, error)
+            with suppress(OSError):
+                entry.unlink()
+                torn.append(entry)
     if torn:
-        log.warning("compile cache: removed %d torn entries", len(torn))
+        log.warning("compile cache: removed %d entries that are torn or no such thing", len(torn))
     return torn
 
 
@@ -69,17 +90,18 @@ def _make_private(directory: Path) -> str:
         return "it belongs to another user"
     if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         directory.chmod(0o700)
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        entries = list(directory.glob("*-cache"))
+        for entry in entries:
+            entry.unlink()
+        log.warning("compile cache: others could write %s: removed its %d entries", directory, len(entries))
     return ""
 
 
-def _whole(data: bytes) -> bool:
-    if len(data) < 2:
-        return False
-    if data[0] & 0x0F != 8 or (data[0] << 8 | data[1]) % 31:  # no zlib stream
-        return True
-    stream = zlib.decompressobj()
-    try:
-        stream.decompress(data)
-    except zlib.error:
-        return False
-    return stream.eof
+def _codec() -> tuple[str, Callable[[bytes], bytes]]:
+    """What JAX packs its entries with here: the best of what is installed."""
+    with suppress(ImportError):  # from Python 3.14 on
+        return "zstd", importlib.import_module("compression.zstd").decompress
+    with suppress(ImportError):
+        return "zstandard", importlib.import_module("zstandard").ZstdDecompressor().decompress
+    return "zlib", zlib.decompress

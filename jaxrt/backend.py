@@ -9,6 +9,7 @@ import jax
 
 from jaxrt import weights
 from jaxrt.artifacts.load import generation_defaults, load_tokenizer, load_weights, open_checkpoint
+from jaxrt.artifacts.packing import held
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.config import ModelConfig
 from jaxrt.contracts import (
@@ -30,11 +31,13 @@ from jaxrt.sessions.session import CAPABILITIES, XlaSession
 class LoadOptions:
     """How to load. dtype "auto" is float32 on CPU and bfloat16 elsewhere; kv_dtype "auto" is the same as the
     weights'. quantize: "auto" keeps packed weights of a file packed on a CPU with the native kernels, unless a dtype is
-    named; "keep" does so anywhere; "none" unpacks them; "int8", "int4" and, on a GPU, "fp8" pack at load."""
+    named; "keep" does so anywhere; "none" unpacks them; "int8", "int4" and, on a GPU, "fp8" pack at load. prepare:
+    compile what a first prompt needs while the weights are read."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     quantize: Literal["auto", "none", "keep", "int8", "int4", "fp8"] = "auto"
+    prepare: bool = False
     required: SessionCapabilities = SessionCapabilities()
     progress: Callable[[int, int], None] | None = None  # bytes of weights placed, of all
 
@@ -102,13 +105,30 @@ class XlaBackend:
         dtype = resolve_dtype(options.dtype, self.device.platform)
         kv_dtype = resolve_kv_dtype(options.kv_dtype, dtype)
         storage = resolve_storage(options.quantize, options.dtype, self.device.platform)
-        tokenizer, defaults = load_tokenizer(checkpoint), generation_defaults(checkpoint, config)
+        specs = held(checkpoint, config, dtype, storage)
+        sharding = jax.sharding.SingleDeviceSharding(self.device)
+        model = XlaModel(
+            config=config,
+            weights=jax.tree.map(lambda spec: spec.struct(sharding), specs, is_leaf=weights.is_spec),
+            cache_dtype=kv_dtype,
+            device=self.device,
+            path=checkpoint.path,
+        )
 
         def place(name: str, spec: weights.ArraySpec, data: Any) -> Any:
             return jax.device_put(data, self.device)
 
-        loaded = load_weights(checkpoint, config, dtype=dtype, storage=storage, place=place, progress=options.progress)
-        return self.prepare_model(ModelSource(config, loaded, kv_dtype, tokenizer, defaults, checkpoint.path))
+        try:
+            if options.prepare:
+                model.plans.prepare(model.policy.first())
+            model.tokenizer, model.defaults = load_tokenizer(checkpoint), generation_defaults(checkpoint, config)
+            model.weights = load_weights(
+                checkpoint, config, dtype=dtype, storage=storage, place=place, progress=options.progress
+            )
+        except BaseException:
+            model.close()
+            raise
+        return PreparedModel(model, CAPABILITIES)
 
 
 def find_device(name: str | None) -> jax.Device:

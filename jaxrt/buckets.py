@@ -109,6 +109,12 @@ class BucketPolicy:
         copies = [Bucket("copy", rows, capacity) for rows in self.rows for capacity in self.capacities]
         return (*found, *copies[: max(0, MAX_COMPILES - len(found))])  # quick to make on demand, if there is no room
 
+    def first(self) -> tuple[Bucket, ...]:
+        """What a first short prompt needs, the slowest to compile first."""
+        capacity = self.capacities[0]
+        decode = Bucket("decode", 1, capacity, self.platform.positions[-1])
+        return Bucket("prefill", 1, capacity, self.platform.prefill[0]), decode, FIRST, Bucket("make", 1, capacity)
+
     def rows_for(self, rows: int) -> int:
         """The fewest rows that hold `rows`. Raises: CapacityError when none does."""
         return _first_fit(rows, self.rows, "rows")

@@ -77,7 +77,7 @@ def run(
         if sys.stdin.isatty():
             raise click.UsageError("give a PROMPT, pipe one in, or start a conversation with --chat")
         prompt = sys.stdin.read()
-    runtime = _load(model, options)
+    runtime = _load(model, options, prepare=True)
     with runtime:
         if prompt is None:
             _converse(runtime, params, system, stats)
@@ -136,7 +136,7 @@ def _converse(runtime: Any, params: Any, system: str | None, stats: bool) -> Non
         messages.append({"role": "assistant", "content": "".join(parts)})
 
 
-def _load(model: str, options: dict[str, Any]) -> Any:
+def _load(model: str, options: dict[str, Any], prepare: bool = False) -> Any:
     import jaxrt
 
     with Progress() as progress:
@@ -147,6 +147,7 @@ def _load(model: str, options: dict[str, Any]) -> Any:
             dtype=options["dtype"],
             kv_dtype=options["kv_dtype"],
             quantize=options["quantize"],
+            prepare=prepare,
             progress=progress.bytes(f"loading {model}"),
         )
 

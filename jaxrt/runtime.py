@@ -318,6 +318,7 @@ def load(
     dtype: str = "auto",
     kv_dtype: str = "auto",
     quantize: str = "auto",
+    prepare: bool = False,
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelRuntime:
@@ -327,12 +328,13 @@ def load(
     kv_dtype also "int8", with a scale for every head of every token. quantize: "auto" keeps packed weights packed where
     that pays (on CPU, unless a dtype is named), "none" unpacks them, "keep" never does; "int8" and "int4" pack any
     checkpoint's weights in groups of 32. On a GPU "int8", and "fp8", have a scale for every output instead.
-    progress: called with the bytes of weights placed and their total.
+    prepare: compile what a first prompt needs in the background while the weights are read, for a program that is
+    going to generate. progress: called with the bytes of weights placed and their total.
 
     Turns on JAX's persistent compile cache, in a private directory, unless one is configured.
     Raises: ArtifactError for what cannot be read, UnsupportedModel for what jaxrt does not do.
     """
     compile_cache.enable()
     path = resolve(path_or_id, revision=revision)
-    options = LoadOptions(dtype=dtype, kv_dtype=kv_dtype, quantize=quantize, progress=progress)  # type: ignore[arg-type]
+    options = LoadOptions(dtype, kv_dtype, quantize, prepare, progress=progress)  # type: ignore[arg-type]
     return ModelRuntime.load(XlaBackend(device), path, options)

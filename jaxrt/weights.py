@@ -46,6 +46,21 @@ class ArraySpec:
             size *= extent
         return size
 
+    def struct(self, sharding: Any) -> Any:
+        """Shapes and dtypes as they will be held, for programs that are compiled before the weights are there."""
+
+        def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        if self.scaled:
+            scales = array((self.shape[0], 1), jnp.float32)
+            return Scaled(array(self.shape, scaled.TYPES[self.formats[0]]), scales, self.dtype)
+        if self.formats:
+            pairs = zip(self.outputs, self.formats, strict=True)
+            parts = tuple(array((count, row_bytes((one,), (1,), self.shape[1])), jnp.uint8) for count, one in pairs)
+            return Packed(parts, self.formats, self.shape[1], self.dtype)
+        return array(self.shape, self.dtype)
+
 
 @struct.dataclass
 class LayerWeights:
@@ -126,7 +141,8 @@ def stored(weights: Any) -> str:
     held: dict[str, int] = {}
     for leaf in jax.tree.leaves(weights, is_leaf=is_leaf):
         kind = "+".join(leaf.formats) if getattr(leaf, "formats", ()) else jnp.dtype(leaf.dtype).name
-        held[kind] = held.get(kind, 0) + leaf.nbytes
+        bytes_of = leaf.nbytes if is_spec(leaf) else sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(leaf))
+        held[kind] = held.get(kind, 0) + bytes_of
     return max(held, key=lambda kind: held[kind])
 
 

@@ -10,7 +10,9 @@ import pytest
 
 import jaxrt
 from jaxrt.backend import ModelSource, XlaBackend
+from jaxrt.buckets import PLATFORMS
 from jaxrt.runtime import ModelRuntime
+from jaxrt.sessions import warmup
 from tests.tiny import CONFIG, random_weights
 
 
@@ -89,3 +91,25 @@ def test_a_warm_up_of_nothing_is_refused(arguments: dict[str, Any]):
     source = ModelSource(CONFIG, jax.tree.map(jnp.asarray, random_weights()))
     with ModelRuntime.prepare(XlaBackend(), source) as runtime, pytest.raises(jaxrt.RequestError):
         runtime.warmup(**arguments)
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [({1: 2.0, 8: 1.0}, (1, 8)), ({1: 1.0, 8: 2.0}, (1,))])
+def test_on_a_gpu_the_faster_decode_executables_are_kept(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], kept: tuple[int, ...]
+):
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["gpu"])
+    measured, real = [], warmup._seconds
+
+    def seconds_of(session: Any, positions: int) -> float:
+        measured.append(real(session, positions))
+        return seconds[positions]
+
+    monkeypatch.setattr(warmup, "_seconds", seconds_of)
+    with ModelRuntime.prepare(XlaBackend("cpu"), ModelSource(CONFIG, random_weights())) as runtime:
+        runtime.warmup(rows=2, capacity=CONFIG.context)
+        assert len(measured) >= 4 and all(0 < each < 60 for each in measured)
+        assert runtime.session.model.policy.platform.positions == kept
+        with jaxrt.forbid_compile():
+            params = jaxrt.SamplingParams(max_tokens=21, ignore_eos=True, temperature=0)
+            one = runtime.generate([1, 2, 3], params)
+            assert runtime.generate([[1, 2, 3], [4, 5]], params)[0].tokens == one.tokens

@@ -90,6 +90,12 @@ class XlaModel:
             self.policy = self.policy.widened(rows, capacity, self.config.context)
             return self.policy
 
+    def decode_by(self, positions: tuple[int, ...]) -> None:
+        """Let decode calls be of these numbers of positions from now on."""
+        with self._lock:
+            platform = dataclasses.replace(self.policy.platform, positions=positions)
+            self.policy = dataclasses.replace(self.policy, platform=platform)
+
     def close(self) -> None:
         """Close every session; drop the weights and the executables."""
         for session in tuple(self.sessions):

@@ -1,5 +1,5 @@
 # Sourced by scripts/demo and scripts/test: `setup EXTRAS` makes .venv in the checkout's root and installs jaxrt there,
-# editable, with the pinned tree of constraints.txt. Does nothing when that is already done.
+# editable, with the pinned tree of constraints.txt and the native kernels built. Does nothing when that is already done.
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -24,7 +24,9 @@ setup() {
     fi
     tree=$(.venv/bin/python -c '
 import hashlib, pathlib
-print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints.txt"))).hexdigest())
+native = sorted(p for p in pathlib.Path("jaxrt/native").iterdir() if p.suffix in (".cc", ".h"))
+files = [*map(pathlib.Path, ("pyproject.toml", "constraints.txt", "setup.py")), *native]
+print(hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest())
 ')
     if ! grep -qsxF "$tree $extras" "$stamp"; then
         say "jaxrt: installing jaxrt$extras and what it stands on (a few minutes the first time)"

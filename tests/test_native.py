@@ -114,31 +114,50 @@ def test_activations_of_any_size(instruction_set, scale):
     [(9, 3, 64, 512, [200]), (4, 4, 16, 70, [69, 0]), (8, 2, 96, 1_300, [1_299, 511, 512]), (5, 1, 32, 33, [40])],
 )
 def test_attention_of_one_query(instruction_set, dtype, heads, groups, width, capacity, positions):
-    rng, rows = np.random.default_rng(2), len(positions)
-    q = rng.normal(size=(rows, 1, heads, width)).astype(np.float32)
+    check_attention(dtype, heads, groups, width, capacity, np.array(positions)[:, None])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "groups", "width", "capacity", "new", "first"),
+    [
+        (9, 3, 64, 512, 128, [200]),
+        (4, 4, 16, 70, 2, [68, 0]),
+        (4, 1, 96, 300, 40, [255, 280, 127]),
+        (5, 1, 48, 33, 33, [0]),
+    ],
+)
+def test_attention_of_many_queries(instruction_set, dtype, heads, groups, width, capacity, new, first):
+    check_attention(dtype, heads, groups, width, capacity, np.array(first)[:, None] + np.arange(new))
+
+
+def check_attention(dtype, heads, groups, width, capacity, positions):
+    rng, (rows, new) = np.random.default_rng(2), positions.shape
+    q = rng.normal(size=(rows, new, heads, width)).astype(np.float32)
     k = rng.normal(size=(rows, groups, width, capacity)).astype(dtype)
     v = rng.normal(size=(rows, groups, capacity, width)).astype(dtype)
-    used = [min(position, capacity - 1) + 1 for position in positions]
-    for row, count in enumerate(used):  # what stands behind the tokens is noise
+    used = np.minimum(positions, capacity - 1) + 1
+    for row, count in enumerate(used.max(axis=1)):  # what stands behind the tokens is noise
         k[row, :, :, count:] = np.nan
         v[row, :, count:] = np.nan
-    found = np.asarray(jax.jit(native.attend)(q, k, v, np.array(positions, np.int32)[:, None]))
-    for row, count in enumerate(used):
-        for head in range(heads):
-            keys = k[row, head // (heads // groups), :, :count].astype(np.float64)
-            values = v[row, head // (heads // groups), :count].astype(np.float64)
-            scores = q[row, 0, head].astype(np.float64) @ keys / np.sqrt(width)
-            shares = np.exp(scores - scores.max())
-            exact = shares @ values / shares.sum()
-            assert np.abs(found[row, 0, head] - exact).max() <= 64 * EPS * np.abs(values).max()
+    found = np.asarray(jax.jit(native.attend)(q, k, v, positions.astype(np.int32)))
+    for row, query, head in np.ndindex(rows, new, heads):
+        count = used[row, query]
+        keys = k[row, head // (heads // groups), :, :count].astype(np.float64)
+        values = v[row, head // (heads // groups), :count].astype(np.float64)
+        scores = q[row, query, head].astype(np.float64) @ keys / np.sqrt(width)
+        shares = np.exp(scores - scores.max())
+        exact = shares @ values / shares.sum()
+        assert np.abs(found[row, query, head] - exact).max() <= 64 * EPS * np.abs(values).max()
 
 
-def test_attention_of_one_query_over_a_scaled_cache(instruction_set):
+@pytest.mark.parametrize("new", [1, 50])
+def test_attention_over_a_scaled_cache(instruction_set, new):
     rng = np.random.default_rng(2)
-    q = rng.normal(size=(2, 1, 6, 32)).astype(np.float32)
+    q = rng.normal(size=(2, new, 6, 32)).astype(np.float32)
     k, v = rng.normal(size=(2, 2, 32, 700)), rng.normal(size=(2, 2, 700, 32))
     keys, values = scaled(k, 2, jnp.int8, jnp.float32), scaled(v, 3, jnp.int8, jnp.float32)
-    positions = np.array([[699], [40]], np.int32)
+    positions = np.array([[650], [40]], np.int32) + np.arange(new, dtype=np.int32)
     plain = (k.values.astype(np.float32) * k.scales for k in (keys, values))
     exact = np.asarray(jax.jit(attention._attend)(q, *plain, positions))
     for attend in (attention.attend, attention._attend):
@@ -180,6 +199,12 @@ def test_the_norm_and_attention_have_derivatives():
     _, along = jax.jvp(lambda q: attention.attend(q, k, v, at), (q,), (q,))
     before, after = (attention.attend(q * scale, k, v, at) for scale in (0.999, 1.001))
     assert np.allclose(along, (after - before) / 0.002, atol=2e-2 * np.abs(along).max() + 1e-3)
+    many, ats = np.tile(q, (1, 3, 1, 1)), np.array([[5, 20, 9]], np.int32)
+
+    def slope(attend):
+        return jax.grad(lambda q: jnp.sum(attend(q, k, v, ats) ** 2))(many)
+
+    assert np.allclose(slope(attention.attend), slope(attention._attend), rtol=1e-4, atol=1e-5)
 
 
 def test_calls_from_many_threads_end():

@@ -1,4 +1,4 @@
-"""Native kernels behind `jax.ffi`, on CPU: products with float and packed weights, attention of one query, norms.
+"""Native kernels behind `jax.ffi`, on CPU: products with float and packed weights, attention, norms.
 
 They are built with the package where there is a C++ compiler. Where they are not, `missing()` says why, and the same
 mathematics runs in pure JAX.
@@ -89,8 +89,8 @@ def matmul(rows: Array, weight: Array, format: str | None = None) -> Array:
 
 
 def attend(queries: Array, keys: Array, values: Array, positions: Array) -> Array:
-    """Attention of one query a row: queries float32 [B, 1, N, H]; keys [B, K, H, S] and values [B, K, S, H], float32 or
-    bfloat16; positions int32 [B, 1]; result like queries. H is a multiple of HEAD_WIDTHS."""
+    """Attention over a cache: queries float32 [B, T, N, H]; keys [B, K, H, S] and values [B, K, S, H], float32 or
+    bfloat16; positions int32 [B, T]; result like queries. H is a multiple of HEAD_WIDTHS."""
     return _call(f"jaxrt_attend_{_FLOATS[jnp.dtype(keys.dtype)]}", queries.shape, queries, keys, values, positions)
 
 

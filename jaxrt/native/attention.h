@@ -1,6 +1,7 @@
-// Attention of one query a row over a cache, for one instruction set: keys [K, H, S], values [K, S, H], of one row.
-// Slots are taken in pieces; a piece gives its highest score, the sum of its weights relative to that, and the values
-// they mix, which are put together at the end (Milakov and Gimelshein 2018; Dao et al. 2023).
+// Attention over a cache, for one instruction set: keys [K, H, S], values [K, S, H], of one row. Included after matmul.h.
+//
+// One query: slots are taken in pieces; a piece gives its highest score, the sum of its weights relative to that, and the
+// values they mix, which are put together at the end (Milakov and Gimelshein 2018; Dao et al. 2023).
 
 constexpr int SLOTS = 4 * LANES;  // scored at a time
 
@@ -25,6 +26,35 @@ inline void exponentials(float* x, int64_t count) {
     std::memcpy(&scale, &bits, 4);
     x[i] = p * scale;
   }
+}
+
+inline float largest(const float* x, int64_t count) {
+  float most = x[0];
+  int64_t i = 0;
+  if (count >= LANES) {
+    Floats each = load(x);
+    for (i = LANES; i + LANES <= count; i += LANES) each = larger(load(x + i), each);
+    float lanes[LANES];
+    store(each, lanes);
+    for (float lane : lanes) most = lane > most ? lane : most;
+  }
+  for (; i < count; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+// Scores become weights, e^(score - most); their sum is given, NaN where a score is not finite.
+inline float weigh(float* x, int64_t count, float most) {
+  for (int64_t i = 0; i < count; ++i) x[i] -= most;
+  Floats lost = zero(), both[2] = {zero(), zero()};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) lost = fma(load(x + i), zero(), lost);
+  float total = sum(lost);
+  for (; i < count; ++i) total += x[i] * 0.0f;
+  exponentials(x, count);
+  for (i = 0; i + 2 * LANES <= count; i += 2 * LANES)
+    for (int j = 0; j < 2; ++j) both[j] = fma(load(x + i + j * LANES), all(1), both[j]);
+  for (; i < count; ++i) total += x[i];
+  return total + sum(both[0]) + sum(both[1]);
 }
 
 template <int HEADS, typename Cache>
@@ -95,15 +125,8 @@ void attend_heads(const float* q, const Cache* keys, const Cache* values, const 
     float* own = scores + g * pitch;
     if (key_scales)
       for (int64_t i = 0; i < count; ++i) own[i] *= key_scales[first + i];
-    float most = own[0];
-    for (int64_t i = 1; i < count; ++i) most = own[i] > most ? own[i] : most;
-    for (int64_t i = 0; i < count; ++i) own[i] -= most;
-    float lost = 0, sum = 0;
-    for (int64_t i = 0; i < count; ++i) lost += own[i] * 0.0f;  // NaN where a score is not finite
-    exponentials(own, count);
-    for (int64_t i = 0; i < count; ++i) sum += own[i];
-    highest[g] = most;
-    total[g] = sum + lost;
+    highest[g] = largest(own, count);
+    total[g] = weigh(own, count, highest[g]);
     if (value_scales)
       for (int64_t i = 0; i < count; ++i) own[i] *= value_scales[first + i];
   }
@@ -129,6 +152,73 @@ void attend_piece(const float* q, const void* keys, const void* values, const fl
     else
       run(std::integral_constant<int, 1>());
   }
+}
+
+// Many queries, a block of slots after the other with a running maximum: scores and mixed values of a block are products
+// with panels of keys and of values, which are float32 whatever the cache is.
+constexpr int BLOCK = 128;
+
+// `count` numbers as float32, and zeros up to a panel.
+template <typename Cache>
+inline void fill_panel(float* to, const Cache* from, int64_t count) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(load(from + i), to + i);
+  for (; i < count; ++i) to[i] = as_float(from[i]);
+  for (; i < PANEL; ++i) to[i] = 0;
+}
+
+inline int64_t panels(int64_t count) { return (count + PANEL - 1) / PANEL * PANEL; }
+
+// How many numbers attend_block works in.
+int64_t block_room(int64_t rows, int64_t width) {
+  return (width + BLOCK) * PANEL + rows * (BLOCK + panels(width) + 3);
+}
+
+// `rows` queries of one key head, each over its first `seen` slots, `most` the largest of these; mixed [rows, width].
+template <typename Cache>
+void attend_block(const float* q, const int64_t* seen, int64_t most, const void* keys, const void* values,
+                  const float* key_scales, const float* value_scales, float* room, float* mixed, int64_t rows,
+                  int64_t width, int64_t capacity) {
+  const int64_t pitch = panels(width);
+  float *key_panel = room, *value_panel = key_panel + width * PANEL, *scores = value_panel + BLOCK * PANEL;
+  float *more = scores + rows * BLOCK, *highest = more + rows * pitch, *total = highest + rows, *fading = total + rows;
+  std::fill(highest, highest + rows, -INFINITY);
+  std::fill(total, total + rows, 0.0f);
+  std::fill(mixed, mixed + rows * width, 0.0f);
+  for (int64_t first = 0; first < most; first += BLOCK) {
+    const int64_t count = std::min<int64_t>(BLOCK, most - first);
+    for (int64_t s = 0; s < count; s += PANEL) {
+      const int64_t wide = std::min<int64_t>(PANEL, count - s);
+      for (int64_t h = 0; h < width; ++h)
+        fill_panel(key_panel + h * PANEL, (const Cache*)keys + h * capacity + first + s, wide);
+      panel_rows(key_panel, q, scores + s, rows, width, width, BLOCK, PANEL);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      float* own = scores + r * BLOCK;
+      const int64_t some = std::clamp<int64_t>(seen[r] - first, 0, count);
+      std::fill(own + some, own + BLOCK, 0.0f);
+      fading[r] = 1;
+      if (!some) continue;
+      if (key_scales)
+        for (int64_t i = 0; i < some; ++i) own[i] *= key_scales[first + i];
+      const float before = highest[r], now = std::max(before, largest(own, some));
+      highest[r] = now;
+      fading[r] = std::exp(before - now);
+      total[r] = total[r] * fading[r] + weigh(own, some, now);
+      if (value_scales)
+        for (int64_t i = 0; i < some; ++i) own[i] *= value_scales[first + i];
+    }
+    for (int64_t h = 0; h < width; h += PANEL) {
+      const int64_t wide = std::min<int64_t>(PANEL, width - h);
+      for (int64_t s = 0; s < count; ++s)
+        fill_panel(value_panel + s * PANEL, (const Cache*)values + (first + s) * width + h, wide);
+      panel_rows(value_panel, scores, more + h, rows, count, BLOCK, pitch, PANEL);
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t h = 0; h < width; ++h) mixed[r * width + h] = mixed[r * width + h] * fading[r] + more[r * pitch + h];
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t h = 0; h < width; ++h) mixed[r * width + h] /= total[r];
 }
 
 // Root mean square normalisation of one row.

@@ -43,6 +43,16 @@ using Product = void (*)(const void*, const float*, float*, int64_t, int64_t, in
 using Piece = void (*)(const float*, const void*, const void*, const float*, const float*, float*, float*, float*, float*,
                        int64_t, int64_t, int64_t, int64_t, int64_t);
 
+// Attention of a block of queries: queries, how many slots each sees and the most of these, keys, values, scales of both
+// or null, room, mixed; rows, width, capacity.
+using Block = void (*)(const float*, const int64_t*, int64_t, const void*, const void*, const float*, const float*, float*,
+                       float*, int64_t, int64_t, int64_t);
+
+struct Attention {
+  Piece one;
+  Block many;
+};
+
 struct PackedKernels {
   void (*matmul)(const uint8_t*, const int16_t*, const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t);
   Product many;
@@ -59,7 +69,8 @@ struct Kernels {
     Product few, many;
   } float32, bfloat16;
   void (*quantize)(const float*, int16_t*, float*, int64_t);
-  Piece attend_float32, attend_bfloat16, attend_int8;
+  Attention attend_float32, attend_bfloat16, attend_int8;
+  int64_t (*block_room)(int64_t, int64_t);  // for Block, by rows and width
   void (*norm)(const float*, const float*, float*, int64_t, float);
   PackedKernels packed[FORMATS];
 };
@@ -269,19 +280,55 @@ ffi::Future packed_matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
 // Slots of one piece of attention: a few thousand products are not worth another thread.
 constexpr int64_t SLOTS_PIECE = 512;
 
+// Queries times the heads that share a key head, of one task: enough that copying keys and values is little beside
+// multiplying them, and few enough that their scores stay in the second cache.
+constexpr int64_t BLOCK_ROWS = 96;
+
 template <ffi::DataType TYPE>
 ffi::Future attend_over(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::Buffer<TYPE> keys,
                         ffi::Buffer<TYPE> values, ffi::Buffer<ffi::S32> positions, ffi::ResultBuffer<ffi::F32> out,
                         const float* key_scales, const float* value_scales) {
   auto qs = queries.dimensions(), ks = keys.dimensions(), vs = values.dimensions();
-  if (qs.size() != 4 || ks.size() != 4 || vs.size() != 4 || qs[1] != 1 || ks[0] != qs[0] || vs[0] != qs[0] ||
+  if (qs.size() != 4 || ks.size() != 4 || vs.size() != 4 || ks[0] != qs[0] || vs[0] != qs[0] ||
       ks[1] != vs[1] || ks[2] != qs[3] || vs[3] != qs[3] || ks[3] != vs[2] || !ks[1] || qs[2] % ks[1] ||
-      (int64_t)positions.element_count() != qs[0])
-    return failed("shapes of attention must be [B, 1, N, H], [B, K, H, S], [B, K, S, H], [B, 1]");
-  const int64_t rows = qs[0], heads = qs[2], width = qs[3], groups = ks[1], capacity = ks[3], each = heads / groups;
+      (int64_t)positions.element_count() != qs[0] * qs[1])
+    return failed("shapes of attention must be [B, T, N, H], [B, K, H, S], [B, K, S, H], [B, T]");
+  const int64_t rows = qs[0], queries_each = qs[1], heads = qs[2], width = qs[3], groups = ks[1], capacity = ks[3], each = heads / groups;
   const Kernels* all = chosen.load();
   if (width % all->lanes) return failed("the width of a head must be a multiple of the vector length");
-  if (!rows || !heads || !capacity) return finished();
+  if (!rows || !queries_each || !heads || !capacity) return finished();
+  const Attention& kernel =
+      TYPE == ffi::F32 ? all->attend_float32 : TYPE == ffi::BF16 ? all->attend_bfloat16 : all->attend_int8;
+  const float* q = queries.typed_data();
+  const int32_t* at = positions.typed_data();
+  const auto *k = keys.typed_data(), *v = values.typed_data();
+  float* to = out->typed_data();
+  const float scale = 1 / std::sqrt((float)width);
+  auto seen_from = [=](int32_t position) { return std::clamp<int64_t>((int64_t)position + 1, 1, capacity); };
+  if (queries_each > 1) {
+    // a task is a row, a key head and a block of queries
+    const int64_t block = std::max<int64_t>(1, BLOCK_ROWS / each), blocks = (queries_each + block - 1) / block;
+    return in_parallel(pool, rows * groups * blocks, 1, [=, many = kernel.many, room = all->block_room](int64_t task, int64_t) {
+      thread_local std::vector<float> memory;
+      thread_local std::vector<int64_t> seen;
+      const int64_t first = task % blocks * block, count = std::min(block, queries_each - first) * each;
+      const int64_t row = task / blocks / groups, group = task / blocks % groups;
+      memory.resize(std::max<size_t>(memory.size(), room(count, width) + 2 * count * width));
+      seen.resize(count);
+      float *scaled = memory.data(), *mixed = scaled + count * width;
+      int64_t most = 0;
+      auto place = [=](int64_t i) { return (((row * queries_each + first + i / each) * groups + group) * each + i % each) * width; };
+      for (int64_t i = 0; i < count; ++i) {
+        seen[i] = seen_from(at[row * queries_each + first + i / each]);
+        most = std::max(most, seen[i]);
+        for (int64_t h = 0; h < width; ++h) scaled[i * width + h] = q[place(i) + h] * scale;
+      }
+      const int64_t slots = (row * groups + group) * capacity;
+      many(scaled, seen.data(), most, k + slots * width, v + slots * width, key_scales ? key_scales + slots : nullptr,
+           value_scales ? value_scales + slots : nullptr, mixed + count * width, mixed, count, width, capacity);
+      for (int64_t i = 0; i < count; ++i) std::copy_n(mixed + i * width, width, to + place(i));
+    });
+  }
   // a task is a row, a key head and a piece of the slots in use
   struct Partial {
     std::vector<float> highest, total, mixed;
@@ -292,7 +339,7 @@ ffi::Future attend_over(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi
   auto tasks = std::make_shared<std::vector<Task>>();
   int64_t longest = 0;
   for (int64_t b = 0; b < rows; ++b) {
-    const int64_t used = std::clamp<int64_t>((int64_t)positions.typed_data()[b] + 1, 1, capacity);
+    const int64_t used = seen_from(at[b]);
     longest = std::max(longest, used);
     for (int64_t k = 0; k < groups; ++k)
       for (int64_t s = 0; s < used; s += SLOTS_PIECE) tasks->push_back({b, k, s, std::min(used, s + SLOTS_PIECE)});
@@ -301,13 +348,7 @@ ffi::Future attend_over(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi
   partial->highest.resize(tasks->size() * each);
   partial->total.resize(tasks->size() * each);
   partial->mixed.resize(tasks->size() * each * width);
-  const float* q = queries.typed_data();
-  const auto* k = keys.typed_data();
-  const auto* v = values.typed_data();
-  float* to = out->typed_data();
-  auto* piece = TYPE == ffi::F32 ? all->attend_float32 : TYPE == ffi::BF16 ? all->attend_bfloat16 : all->attend_int8;
-  const float scale = 1 / std::sqrt((float)width);
-  auto work = [=](int64_t first, int64_t last) {
+  auto work = [=, piece = kernel.one](int64_t first, int64_t last) {
     thread_local std::vector<float> room;
     room.resize(std::max<size_t>(room.size(), 3 * SLOTS_PIECE + each * width));
     for (int64_t t = first; t < last; ++t) {
@@ -315,8 +356,8 @@ ffi::Future attend_over(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi
       float* scaled = room.data() + 3 * SLOTS_PIECE;
       const float* from = q + (task.row * heads + task.group * each) * width;
       for (int64_t i = 0; i < each * width; ++i) scaled[i] = from[i] * scale;
-      const int64_t slots = (task.row * groups + task.group) * capacity, at = slots * width;
-      piece(scaled, k + at, v + at, key_scales ? key_scales + slots : nullptr,
+      const int64_t slots = (task.row * groups + task.group) * capacity;
+      piece(scaled, k + slots * width, v + slots * width, key_scales ? key_scales + slots : nullptr,
             value_scales ? value_scales + slots : nullptr, room.data(), &partial->highest[t * each], &partial->total[t * each],
             &partial->mixed[t * each * width], each, width, capacity, task.first, task.last);
     }

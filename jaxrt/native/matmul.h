@@ -161,13 +161,14 @@ inline void unpack_part(const uint8_t* block, int p, float* to) {  // 32 weights
 constexpr int PANEL = 2 * LANES;
 
 template <int ROWS>
-inline void panel_tile(const float* panel, const float* x, float* y, int64_t inputs, int64_t outputs, int width) {
+inline void panel_tile(const float* panel, const float* x, float* y, int64_t inputs, int64_t stride, int64_t outputs,
+                       int width) {
   Floats acc[ROWS][2];
   for (auto& a : acc) a[0] = a[1] = zero();
   for (int64_t k = 0; k < inputs; ++k) {
     const Floats low = load(panel + k * PANEL), high = load(panel + k * PANEL + LANES);
     for (int r = 0; r < ROWS; ++r) {
-      const Floats each = all(x[r * inputs + k]);
+      const Floats each = all(x[r * stride + k]);
       acc[r][0] = fma(low, each, acc[r][0]);
       acc[r][1] = fma(high, each, acc[r][1]);
     }
@@ -178,6 +179,15 @@ inline void panel_tile(const float* panel, const float* x, float* y, int64_t inp
     store(acc[r][1], out + LANES);
     std::memcpy(y + r * outputs, out, width * sizeof(float));
   }
+}
+
+// Rows `stride` apart times a panel [inputs, PANEL]: `width` results of each, `outputs` apart.
+inline void panel_rows(const float* panel, const float* x, float* y, int64_t rows, int64_t inputs, int64_t stride,
+                       int64_t outputs, int width) {
+  int64_t r = 0;
+  for (; r + 6 <= rows; r += 6) panel_tile<6>(panel, x + r * stride, y + r * outputs, inputs, stride, outputs, width);
+  for (; r + 2 <= rows; r += 2) panel_tile<2>(panel, x + r * stride, y + r * outputs, inputs, stride, outputs, width);
+  for (; r < rows; ++r) panel_tile<1>(panel, x + r * stride, y + r * outputs, inputs, stride, outputs, width);
 }
 
 // How a panel of `width` outputs from `o` on is filled: [inputs, PANEL], zeros beyond the width.
@@ -223,10 +233,7 @@ void many_rows(const Source& source, const float* x, float* y, int64_t rows, int
   for (int64_t o = first; o < last; o += PANEL) {
     const int width = (int)std::min<int64_t>(PANEL, last - o);
     source.fill(panel, o, width);
-    int64_t r = 0;
-    for (; r + 6 <= rows; r += 6) panel_tile<6>(panel, x + r * inputs, y + r * outputs + o, inputs, outputs, width);
-    for (; r + 2 <= rows; r += 2) panel_tile<2>(panel, x + r * inputs, y + r * outputs + o, inputs, outputs, width);
-    for (; r < rows; ++r) panel_tile<1>(panel, x + r * inputs, y + r * outputs + o, inputs, outputs, width);
+    panel_rows(panel, x, y + o, rows, inputs, inputs, outputs, width);
   }
 }
 

@@ -17,6 +17,7 @@ inline Floats load(const int8_t* p) {
 }
 inline Floats all(float a) { return _mm512_set1_ps(a); }
 inline void store(Floats a, float* p) { _mm512_storeu_ps(p, a); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Floats a) { return _mm512_reduce_add_ps(a); }
 #elif JAXRT_AVX2
@@ -32,6 +33,7 @@ inline Floats load(const int8_t* p) {
 }
 inline Floats all(float a) { return _mm256_set1_ps(a); }
 inline void store(Floats a, float* p) { _mm256_storeu_ps(p, a); }
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 #elif JAXRT_NEON
 struct Floats {
@@ -54,6 +56,7 @@ inline void store(Floats a, float* p) {
   vst1q_f32(p, a.a);
   vst1q_f32(p + 4, a.b);
 }
+inline Floats larger(Floats a, Floats b) { return {vmaxq_f32(a.a, b.a), vmaxq_f32(a.b, b.b)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {vfmaq_f32(c.a, a.a, b.a), vfmaq_f32(c.b, a.b, b.b)}; }
 inline float sum(Floats a) { return vaddvq_f32(vaddq_f32(a.a, a.b)); }
 #else
@@ -79,6 +82,10 @@ inline Floats load(const int8_t* p) {
 }
 inline Floats all(float a) { return {{a, a, a, a, a, a, a, a}}; }
 inline void store(Floats a, float* p) { std::memcpy(p, a.at, sizeof a.at); }
+inline Floats larger(Floats a, Floats b) {
+  for (int i = 0; i < 8; ++i) a.at[i] = std::max(a.at[i], b.at[i]);
+  return a;
+}
 inline Floats fma(Floats a, Floats b, Floats c) {
   for (int i = 0; i < 8; ++i) c.at[i] += a.at[i] * b.at[i];
   return c;

@@ -25,18 +25,18 @@ def attend(queries: Array, keys: Array | Scaled, values: Array | Scaled, positio
     Shapes: queries [B, T, N, H]; keys [B, K, H, S]; values [B, K, S, H]; positions int32 [B, T]; result [B, T, N, H].
     Numerics: scores and softmax in float32; result in the queries' dtype.
     """
-    one = queries.shape[1] == 1 and queries.shape[3] % native.HEAD_WIDTHS == 0
-    if one and (not native.missing() if isinstance(keys, Scaled) else native.handles(keys)):
-        return jax.lax.platform_dependent(queries, keys, values, positions, cpu=_one_on_cpu, default=_attend)
+    fits = queries.shape[3] % native.HEAD_WIDTHS == 0
+    if fits and (not native.missing() if isinstance(keys, Scaled) else native.handles(keys)):
+        return jax.lax.platform_dependent(queries, keys, values, positions, cpu=_on_cpu, default=_attend)
     return _attend(queries, keys, values, positions)
 
 
-def _one_on_cpu(queries: Array, keys: Array | Scaled, values: Array | Scaled, positions: Array) -> Array:
+def _on_cpu(queries: Array, keys: Array | Scaled, values: Array | Scaled, positions: Array) -> Array:
     wide = queries.astype(jnp.float32)
     if isinstance(keys, Scaled) and isinstance(values, Scaled):
         scales = keys.scales, values.scales
         return native.attend_scaled(wide, keys.values, values.values, positions, *scales).astype(queries.dtype)
-    return _native_one(wide, keys, values, positions).astype(queries.dtype)
+    return _native(wide, keys, values, positions).astype(queries.dtype)
 
 
 def _attend(queries: Array, keys: Array | Scaled, values: Array | Scaled, positions: Array) -> Array:
@@ -77,7 +77,7 @@ def _attend(queries: Array, keys: Array | Scaled, values: Array | Scaled, positi
     return jnp.moveaxis(mixed / total[..., None], 3, 1).reshape(queries.shape).astype(queries.dtype)
 
 
-_native_one = native.differentiable(native.attend, _attend)
+_native = native.differentiable(native.attend, _attend)
 
 
 def attention_weights(queries: Array, keys: Array | Scaled, positions: Array) -> Array:

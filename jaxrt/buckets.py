@@ -49,7 +49,7 @@ class Platform:
 
 
 PLATFORMS: Mapping[str, Platform] = {
-    "cpu": Platform(prefill=(32, 128), call_tokens=8, positions=(16,), counted=True),
+    "cpu": Platform(prefill=(32, 128, 512), call_tokens=8, positions=(16,), counted=True),
     "gpu": Platform(prefill=(64, 512), call_tokens=200, positions=(1, 8), counted=False),
 }
 
@@ -135,13 +135,7 @@ class BucketPolicy:
 def _cheapest(tokens: int, lengths: tuple[int, ...], call_tokens: int) -> tuple[int, ...]:
     if tokens <= 0:
         return ()
-    plans = []
-    for length in lengths:
-        if length < tokens:
-            calls = -(-tokens // length)
-            plans.append((length,) * calls)
-        else:
-            plans.append((length,))
+    plans = [(length, *_cheapest(tokens - length, lengths, call_tokens)) for length in reversed(lengths)]
     return min(plans, key=lambda chunks: sum(chunks) + call_tokens * len(chunks))
 
 

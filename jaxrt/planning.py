@@ -17,6 +17,7 @@ from jaxrt.config import ModelConfig
 from jaxrt.errors import RequestError
 from jaxrt.markup import table_html
 from jaxrt.models.families import read_config
+from jaxrt.nn.attention import MANY_BLOCK
 
 MIB = 1 << 20
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -190,10 +191,10 @@ def _sampler_nbytes(vocab: int) -> int:
 
 
 def _workspace(config: ModelConfig, policy: BucketPolicy, dtype: Any) -> int:
-    """Float32 scores of one layer's attention, its widest activations and a position's logits, for the longest
-    chunk."""
+    """Float32 scores of one block of one layer's attention, its widest activations and a position's logits, for the
+    longest chunk."""
     tokens = max(policy.platform.prefill[-1], policy.rows[-1])
-    scores = 4 * config.heads * tokens * policy.capacities[-1]
+    scores = 4 * config.heads * tokens * min(MANY_BLOCK, policy.capacities[-1])
     widest = max(2 * config.mlp_width, (config.heads + 2 * config.kv_heads) * config.head_width)
     activations = jnp.dtype(dtype).itemsize * tokens * (2 * config.width + 2 * widest)
     return scores + activations + 4 * policy.rows[-1] * config.vocab

@@ -65,12 +65,16 @@ def test_a_warm_up_makes_at_most_twenty_executables():
                     assert policy.capacity_for(min(capacity, context)) <= context
 
 
-def test_prefill_chunks_cover_the_prompt_and_pad_less_than_the_shortest():
+def test_prefill_chunks_cover_the_prompt_at_no_more_than_any_equal_chunks_would_cost():
     policy = BucketPolicy.covering("cpu", 8_192, 1, 2_048)
-    assert policy.chunks(128) == (128,) and policy.chunks(512) == (128,) * 4
-    for tokens in range(1, 600):
+    lengths, call = policy.platform.prefill, policy.platform.call_tokens
+    assert policy.chunks(128) == (128,) and policy.chunks(512) == (512,) and policy.chunks(160) == (128, 32)
+    assert policy.chunks(131_072) == (512,) * 256
+    for tokens in range(1, 1_200):
         chunks = policy.chunks(tokens)
-        assert 0 <= sum(chunks) - tokens < min(policy.platform.prefill)
+        cost = sum(chunks) + call * len(chunks)
+        assert sum(chunks) >= tokens and list(chunks) == sorted(chunks, reverse=True)
+        assert all(cost <= -(-tokens // length) * (length + call) for length in lengths)
 
 
 def test_equal_requests_compile_once():

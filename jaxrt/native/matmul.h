@@ -11,16 +11,18 @@ inline void float_tile(const Weight* w, const float* x, float* y, int64_t inputs
   for (auto& a : acc)
     for (auto& b : a)
       for (auto& c : b) c = zero();
+  auto add = [&](int64_t k, int s) {
+    Floats weights[OUTPUTS];
+    for (int o = 0; o < OUTPUTS; ++o) weights[o] = load(w + o * inputs + k);
+    for (int r = 0; r < ROWS; ++r) {
+      Floats each = load(x + r * inputs + k);
+      for (int o = 0; o < OUTPUTS; ++o) acc[o][r][s] = fma(weights[o], each, acc[o][r][s]);
+    }
+  };
   int64_t k = 0;
   for (; k + LANES * SUMS <= inputs; k += LANES * SUMS)
-    for (int s = 0; s < SUMS; ++s) {
-      Floats weights[OUTPUTS];
-      for (int o = 0; o < OUTPUTS; ++o) weights[o] = load(w + o * inputs + k + s * LANES);
-      for (int r = 0; r < ROWS; ++r) {
-        Floats each = load(x + r * inputs + k + s * LANES);
-        for (int o = 0; o < OUTPUTS; ++o) acc[o][r][s] = fma(weights[o], each, acc[o][r][s]);
-      }
-    }
+    for (int s = 0; s < SUMS; ++s) add(k + s * LANES, s);
+  for (; k + LANES <= inputs; k += LANES) add(k, 0);
   for (int o = 0; o < OUTPUTS; ++o)
     for (int r = 0; r < ROWS; ++r) {
       float total = 0;
@@ -181,11 +183,17 @@ inline void panel_tile(const float* panel, const float* x, float* y, int64_t inp
   }
 }
 
+#if JAXRT_AVX512
+constexpr int TILE = 12;  // rows: as many as the registers hold
+#else
+constexpr int TILE = 6;
+#endif
+
 // Rows `stride` apart times a panel [inputs, PANEL]: `width` results of each, `outputs` apart.
 inline void panel_rows(const float* panel, const float* x, float* y, int64_t rows, int64_t inputs, int64_t stride,
                        int64_t outputs, int width) {
   int64_t r = 0;
-  for (; r + 6 <= rows; r += 6) panel_tile<6>(panel, x + r * stride, y + r * outputs, inputs, stride, outputs, width);
+  for (; r + TILE <= rows; r += TILE) panel_tile<TILE>(panel, x + r * stride, y + r * outputs, inputs, stride, outputs, width);
   for (; r + 2 <= rows; r += 2) panel_tile<2>(panel, x + r * stride, y + r * outputs, inputs, stride, outputs, width);
   for (; r < rows; ++r) panel_tile<1>(panel, x + r * stride, y + r * outputs, inputs, stride, outputs, width);
 }

@@ -98,11 +98,6 @@ inline float sum(Floats a) {
 #endif
 
 #if JAXRT_AVX2 || JAXRT_AVX512
-inline float sum(__m256 a) {
-  __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
-}
 inline void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {  // 8 x 8
   __m256 r[8], t[8];
   for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * from_stride);
@@ -115,6 +110,65 @@ inline void transpose(const float* from, int64_t from_stride, float* to, int64_t
     _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
     _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
   }
+}
+using Pair = __m128;  // of which two lanes count
+inline Pair pair(float a, float b) { return _mm_setr_ps(a, b, 0, 0); }
+inline Pair load_pair(const float* p) { return _mm_castpd_ps(_mm_load_sd((const double*)p)); }
+inline Pair halves(const uint8_t* p) {  // two binary16
+  int32_t both;
+  std::memcpy(&both, p, 4);
+  return _mm_cvtph_ps(_mm_cvtsi32_si128(both));
+}
+inline Pair times(Pair a, Pair b) { return _mm_mul_ps(a, b); }
+inline Pair plus(Pair a, Pair b) { return _mm_add_ps(a, b); }
+inline float first(Pair a) { return _mm_cvtss_f32(a); }
+inline float second(Pair a) { return _mm_cvtss_f32(_mm_movehdup_ps(a)); }
+#else
+inline void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {  // 8 x 8
+  for (int i = 0; i < 8; ++i)
+    for (int j = 0; j < 8; ++j) to[j * to_stride + i] = from[i * from_stride + j];
+}
+#endif
+
+#if JAXRT_AVX512
+using Lanes = Floats;  // of sums of products of Quants
+inline Lanes no_lanes() { return zero(); }
+using Quants = __m512i;
+using Bytes = __m256i;
+inline Bytes thirty_two(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+template <int SHIFT>
+inline Bytes bits(Bytes b, int mask) {  // (b >> SHIFT) & mask, byte by byte
+  return _mm256_and_si256(_mm256_srli_epi16(b, SHIFT), _mm256_set1_epi8((char)mask));
+}
+template <int SHIFT>
+inline Bytes put(Bytes b, Bytes more) {  // b | more << SHIFT, which must not leave its byte
+  return _mm256_or_si256(b, _mm256_slli_epi16(more, SHIFT));
+}
+inline Bytes nibbles(const uint8_t* p) {  // 16 low halves, then 16 high ones
+  __m128i both = _mm_loadu_si128((const __m128i*)p);
+  return bits<0>(_mm256_inserti128_si256(_mm256_castsi128_si256(both), _mm_srli_epi16(both, 4), 1), 15);
+}
+inline Bytes spread(uint32_t word) { return _mm256_maskz_set1_epi8(word, 1); }  // bit i of the word as byte i, 0 or 1
+inline Quants widen(Bytes b, int offset) {  // unsigned bytes less an offset
+  return _mm512_sub_epi16(_mm512_cvtepu8_epi16(b), _mm512_set1_epi16((short)offset));
+}
+inline Quants widen_signed(Bytes b) { return _mm512_cvtepi8_epi16(b); }
+inline Quants load_quants(const int16_t* p) { return _mm512_loadu_si512(p); }
+inline void store(const Quants& q, int16_t* p) { _mm512_storeu_si512(p, q); }
+inline Lanes add_products(Lanes acc, const Quants& w, const Quants& x, Floats scales) {
+  return fma(_mm512_cvtepi32_ps(_mm512_dpwssd_epi32(_mm512_setzero_si512(), w, x)), scales, acc);
+}
+inline Lanes dot(Lanes acc, const Quants& w, const Quants& x, Pair scale) {  // by the pair's first
+  return add_products(acc, w, x, _mm512_broadcastss_ps(scale));
+}
+inline Lanes dot_halves(Lanes acc, const Quants& w, const Quants& x, Pair scales) {  // the two halves by the pair's two
+  return add_products(acc, w, x, _mm512_mask_broadcastss_ps(_mm512_broadcastss_ps(scales), 0xff00, _mm_movehdup_ps(scales)));
+}
+#elif JAXRT_AVX2
+inline float sum(__m256 a) {
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 using Lanes = __m256;  // of sums of products of Quants
 inline Lanes no_lanes() { return _mm256_setzero_ps(); }
@@ -160,27 +214,11 @@ inline void store(const Quants& q, int16_t* p) {
   _mm256_storeu_si256((__m256i*)p, q.low);
   _mm256_storeu_si256((__m256i*)(p + 16), q.high);
 }
-using Pair = __m128;  // of which two lanes count
-inline Pair pair(float a, float b) { return _mm_setr_ps(a, b, 0, 0); }
-inline Pair load_pair(const float* p) { return _mm_castpd_ps(_mm_load_sd((const double*)p)); }
-inline Pair halves(const uint8_t* p) {  // two binary16
-  int32_t both;
-  std::memcpy(&both, p, 4);
-  return _mm_cvtph_ps(_mm_cvtsi32_si128(both));
-}
-inline Pair times(Pair a, Pair b) { return _mm_mul_ps(a, b); }
-inline Pair plus(Pair a, Pair b) { return _mm_add_ps(a, b); }
-inline float first(Pair a) { return _mm_cvtss_f32(a); }
-inline float second(Pair a) { return _mm_cvtss_f32(_mm_movehdup_ps(a)); }
 inline Lanes add_scaled(Lanes acc, __m256i products, __m128 scale) {
   return _mm256_fmadd_ps(_mm256_cvtepi32_ps(products), _mm256_broadcastss_ps(scale), acc);
 }
 inline Lanes dot(Lanes acc, const Quants& w, const Quants& x, Pair scale) {  // by the pair's first
-#if JAXRT_AVX512
-  __m256i products = _mm256_dpwssd_epi32(_mm256_dpwssd_epi32(_mm256_setzero_si256(), w.low, x.low), w.high, x.high);
-#else
   __m256i products = _mm256_add_epi32(_mm256_madd_epi16(w.low, x.low), _mm256_madd_epi16(w.high, x.high));
-#endif
   return add_scaled(acc, products, scale);
 }
 inline Lanes dot_halves(Lanes acc, const Quants& w, const Quants& x, Pair scales) {  // the two halves by the pair's two
@@ -188,10 +226,6 @@ inline Lanes dot_halves(Lanes acc, const Quants& w, const Quants& x, Pair scales
   return add_scaled(acc, _mm256_madd_epi16(w.high, x.high), _mm_movehdup_ps(scales));
 }
 #else
-inline void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {  // 8 x 8
-  for (int i = 0; i < 8; ++i)
-    for (int j = 0; j < 8; ++j) to[j * to_stride + i] = from[i * from_stride + j];
-}
 using Lanes = Floats;
 inline Lanes no_lanes() { return zero(); }
 #endif

@@ -115,6 +115,7 @@ def _print_stream(events: Any) -> Any:
 def _converse(runtime: Any, params: Any, system: str | None, stats: bool) -> None:
     """A conversation on a terminal: Ctrl-C ends an answer, Ctrl-D or an empty line the conversation."""
     messages = _system(system)
+    runtime.warmup(wait=False)  # while the first question is being typed
     while True:
         try:
             said = click.prompt(click.style("you", bold=True), default="", show_default=False, err=True)

@@ -38,7 +38,7 @@ from jaxrt.prompts import Message, requests_of, tokenizer_of
 from jaxrt.requests import SamplingParams, Score, TokenEvent, is_whole, shown
 from jaxrt.sessions.outputs import PrefillInput
 from jaxrt.sessions.session import XlaSession
-from jaxrt.sessions.warmup import warm_up
+from jaxrt.sessions.warmup import warm_later, warm_up
 from jaxrt.weights import named, stored
 
 Prompt = str | Sequence[int]
@@ -163,15 +163,27 @@ class ModelRuntime:
         return XlaSession(self._xla().model, int(rows))
 
     def warmup(
-        self, rows: int = 1, capacity: int | None = None, progress: Callable[[int, int, str], None] | None = None
+        self,
+        rows: int = 1,
+        capacity: int | None = None,
+        progress: Callable[[int, int, str], None] | None = None,
+        *,
+        wait: bool = True,
     ) -> int:
         """Compile, and run once, everything that requests of up to `rows` rows and `capacity` tokens need: at most 20
         executables.
 
         capacity: tokens a row, prompt and answer together; None is 2,048 or the model's context if that is less.
-        progress: called with executables done, their number, and the last one's name. Returns their number.
+        progress: called with executables done, their number, and the last one's name. wait: False compiles in the
+        background, most used first, runs nothing, and does not report progress; a request meanwhile waits for what it
+        needs only. Returns their number.
         """
-        return warm_up(self._xla().model, rows, capacity, progress)
+        model = self._xla().model
+        if wait:
+            return warm_up(model, rows, capacity, progress)
+        if progress is not None:
+            raise RequestError("warmup(wait=False, progress=...)", expected="progress only of what is waited for")
+        return warm_later(model, rows, capacity)
 
     def generate(
         self,

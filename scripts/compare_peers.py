@@ -327,7 +327,11 @@ def plot(found: dict[str, Any], out: Path) -> None:
             axes.vlines(places, [min(s) for s in samples], [max(s) for s in samples], color=colour, alpha=0.4)
         axes.set(xlabel=label, ylabel="tokens/s, all rows together" if place == "rows" else "tokens/s", ylim=(0, None))
         axes.set_title(f"decode {count}, {title}", fontsize="medium")
-        axes.set_xticks([test[place] for test in tests])
+        least = min((test[place] for test in tests if test[place]), default=1)
+        axes.set_xscale("symlog", base=2, linthresh=least)  # a depth may be 0
+        axes.set_xlim(min(test[place] for test in tests) - 0.1 * least, max(test[place] for test in tests) * 1.1)
+        axes.set_xticks([test[place] for test in tests], [f"{test[place]:,}" for test in tests])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

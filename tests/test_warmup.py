@@ -113,3 +113,17 @@ def test_on_a_gpu_the_faster_decode_executables_are_kept(
             params = jaxrt.SamplingParams(max_tokens=21, ignore_eos=True, temperature=0)
             one = runtime.generate([1, 2, 3], params)
             assert runtime.generate([[1, 2, 3], [4, 5]], params)[0].tokens == one.tokens
+
+
+def test_warming_up_in_the_background_makes_the_same_plans_and_requests_wait_for_theirs():
+    source = ModelSource(CONFIG, jax.tree.map(jnp.asarray, random_weights()))
+    with ModelRuntime.prepare(XlaBackend("cpu"), source) as runtime:
+        params = jaxrt.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        count = runtime.warmup(rows=2, capacity=64, wait=False)
+        answer = runtime.generate([1, 2, 3], params)
+        assert len(answer.tokens) == 4
+        assert runtime.warmup(rows=2, capacity=64) == count
+        with jaxrt.forbid_compile():
+            assert runtime.generate([1, 2, 3], params).tokens == answer.tokens
+        with pytest.raises(jaxrt.RequestError, match="progress"):
+            runtime.warmup(wait=False, progress=lambda *_: None)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from jaxrt import knobs as knob_arrays
+from jaxrt.buckets import BucketPolicy
 from jaxrt.errors import RequestError
 from jaxrt.models.steps import FREE, HALT
 from jaxrt.requests import is_whole, shown
@@ -19,14 +20,15 @@ RUNS = 3
 Progress = Callable[[int, int, str], None]
 
 
+def warm_later(model: XlaModel, rows: int, capacity: int | None) -> int:
+    """Start making what `warm_up` makes, in the background and without running it; their number. Raises: as that."""
+    return len(model.plans.prepare(_covering(model, rows, capacity).buckets()))
+
+
 def warm_up(model: XlaModel, rows: int, capacity: int | None, progress: Progress | None) -> int:
     """Make every executable for up to `rows` rows of `capacity` tokens; their number. Raises: RequestError,
     CapacityError."""
-    for name, value in (("rows", rows), ("capacity", capacity)):
-        if value is not None and (not is_whole(value) or value < 1):
-            raise RequestError(f"warmup({name}={shown(value)})", expected="a whole number, one or more")
-    model.check_open()
-    policy = model.cover(rows, min(capacity or DEFAULT_CAPACITY, model.config.context))
+    policy = _covering(model, rows, capacity)
     made = model.plans.warm(policy.buckets(), progress)
     seconds: dict[int, float] = dict.fromkeys(policy.platform.positions, 0.0)
     for width in policy.rows:
@@ -50,6 +52,14 @@ def warm_up(model: XlaModel, rows: int, capacity: int | None, progress: Progress
     if len(seconds) > 1:
         model.decode_by(tuple(count for count in seconds if count == 1 or seconds[count] <= seconds[1]))
     return len(made)
+
+
+def _covering(model: XlaModel, rows: int, capacity: int | None) -> BucketPolicy:
+    for name, value in (("rows", rows), ("capacity", capacity)):
+        if value is not None and (not is_whole(value) or value < 1):
+            raise RequestError(f"warmup({name}={shown(value)})", expected="a whole number, one or more")
+    model.check_open()
+    return model.cover(rows, min(capacity or DEFAULT_CAPACITY, model.config.context))
 
 
 def _seconds(session: XlaSession, positions: int) -> float:

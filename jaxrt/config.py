@@ -44,6 +44,8 @@ class ModelConfig:
     context: int  # most positions the model was made for
     norm_eps: float = 1e-5
     tied_head: bool = False  # the head is the embedding table
+    qkv_bias: bool = False  # queries, keys and values have biases
+    head_norm: bool = False  # queries and keys are normalised head by head before they are turned
     bos_token: int | None = None
     eos_tokens: tuple[int, ...] = ()
 
@@ -68,6 +70,8 @@ class ModelConfig:
             self.width * self.head_width * (2 * self.heads + 2 * self.kv_heads)
             + 3 * self.width * self.mlp_width
             + 2 * self.width
+            + self.qkv_bias * self.head_width * (self.heads + 2 * self.kv_heads)
+            + self.head_norm * 2 * self.head_width
         )
         tables = self.vocab * self.width * (1 if self.tied_head else 2)
         return len(self.layers) * per_layer + tables + self.width

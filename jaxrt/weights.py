@@ -73,6 +73,9 @@ class LayerWeights:
     mlp_norm: Any  # [D]
     gate_up: Any  # [2 F, D]
     down: Any  # [D, F]
+    qkv_bias: Any = None  # [(N + 2 K) H], float32; None where the model has none, as the norms of the heads
+    query_norm: Any = None  # [H]
+    key_norm: Any = None  # [H]
 
 
 @struct.dataclass
@@ -86,28 +89,32 @@ class Weights:
 def abstract(config: ModelConfig, dtype: jnp.dtype = jnp.float32) -> Weights:
     """The tree of ArraySpec for `config`: what to load, how to place it, how many bytes it takes.
 
-    Norms stay float32 whatever `dtype` is.
+    Norms and biases stay float32 whatever `dtype` is.
     """
     width, inner = config.width, config.heads * config.head_width
 
     def matrix(outputs: int, inputs: int, axes: Axes) -> ArraySpec:
         return ArraySpec((outputs, inputs), dtype, axes)
 
-    def norm() -> ArraySpec:
-        return ArraySpec((width,), jnp.float32, ("width",))
+    def vector(extent: int, axis: str | None) -> ArraySpec:
+        return ArraySpec((extent,), jnp.float32, (axis,))
 
+    heads = (config.heads + 2 * config.kv_heads) * config.head_width
     layer = LayerWeights(
-        attention_norm=norm(),
-        qkv=matrix((config.heads + 2 * config.kv_heads) * config.head_width, width, ("heads", "width")),
+        attention_norm=vector(width, "width"),
+        qkv=matrix(heads, width, ("heads", "width")),
         output=matrix(width, inner, ("width", "heads")),
-        mlp_norm=norm(),
+        mlp_norm=vector(width, "width"),
         gate_up=matrix(2 * config.mlp_width, width, ("mlp", "width")),
         down=matrix(width, config.mlp_width, ("width", "mlp")),
+        qkv_bias=vector(heads, "heads") if config.qkv_bias else None,
+        query_norm=vector(config.head_width, None) if config.head_norm else None,
+        key_norm=vector(config.head_width, None) if config.head_norm else None,
     )
     return Weights(
         embedding=matrix(config.vocab, width, ("vocab", "width")),
         layers=(layer,) * len(config.layers),
-        final_norm=norm(),
+        final_norm=vector(width, "width"),
         head=None if config.tied_head else matrix(config.vocab, width, ("vocab", "width")),
     )
 

@@ -73,8 +73,13 @@ def _layer(
     x = tap("input", x, positions)
     with jax.named_scope("attention"):
         fused = matmul(rms_norm(x, weights.attention_norm, config.norm_eps), weights.qkv)
+        if weights.qkv_bias is not None:
+            fused = fused + weights.qkv_bias[None, None].astype(fused.dtype)
         heads = fused.reshape(rows, new, config.heads + 2 * config.kv_heads, config.head_width)
         q, k, v = jnp.split(heads, (config.heads, config.heads + config.kv_heads), axis=2)
+        if weights.query_norm is not None:
+            q = rms_norm(q, weights.query_norm, config.norm_eps)
+            k = rms_norm(k, weights.key_norm, config.norm_eps)
         q = tap("attention.query", q, positions)
         k = tap("attention.key", k, positions)
         v = tap("attention.value", v, positions)

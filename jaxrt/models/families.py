@@ -6,7 +6,7 @@ change what the model computes. Any other key raises, so that a variant is refus
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -63,6 +63,8 @@ class Dialect:
     tensors: Mapping[str, tuple[str, ...]]  # leaf -> tensors, {} the layer number
     interleaved: frozenset[str] = frozenset()  # tensors whose rows alternate between rotary halves
     spare: tuple[str, ...] = ()  # tensors whose content is known from the config
+    mechanisms: Mapping[str, Any] = field(default_factory=dict)  # what of ModelConfig the family has by its name
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys, where the family's own differ
 
 
 def read_config(checkpoint: Artifact) -> ModelConfig:
@@ -90,7 +92,7 @@ def tensor_rules(checkpoint: Artifact, config: ModelConfig) -> dict[str, Rule]:
         rules[leaf] = Rule(
             tuple(
                 Source(name.format(layer), shape, config.head_width if name in dialect.interleaved else 0)
-                for name, shape in zip(dialect.tensors[kind], shapes[kind], strict=True)
+                for name, shape in zip(dialect.tensors[kind], _joined(shapes[kind], dialect.tensors[kind]), strict=True)
             )
         )
     return rules
@@ -115,6 +117,11 @@ def _layer(leaf: str) -> tuple[str, int]:
     return (f"layers.{{}}.{found[2]}", int(found[1])) if found else (leaf, 0)
 
 
+def _joined(shapes: tuple[tuple[int, ...], ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a leaf's parts, or of all of them in one where a file has them as one tensor."""
+    return ((sum(shape[0] for shape in shapes), *shapes[0][1:]),) if len(names) == 1 else shapes
+
+
 def _shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Shapes of the parts that each leaf fuses, [outputs, inputs]."""
     width, mlp, vocab = config.width, config.mlp_width, config.vocab
@@ -127,6 +134,9 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
         "layers.{}.mlp_norm": ((width,),),
         "layers.{}.gate_up": ((mlp, width), (mlp, width)),
         "layers.{}.down": ((width, mlp),),
+        "layers.{}.qkv_bias": ((queries,), (keys,), (keys,)),
+        "layers.{}.query_norm": ((config.head_width,),),
+        "layers.{}.key_norm": ((config.head_width,),),
         "final_norm": ((width,),),
         "head": ((vocab, width),),
     }
@@ -148,7 +158,9 @@ def _find(checkpoint: Artifact) -> tuple[str, Dialect]:
         raise ArtifactError(f"{given!r:.80}", path=checkpoint.path, field=field, expected="the model's architecture")
     known = {}
     for family, dialects in FAMILIES.items():
-        dialect = dialects[checkpoint.format]
+        dialect = dialects.get(checkpoint.format)
+        if dialect is None:
+            continue
         if dialect.names.issuperset(names):
             return family, dialect
         known |= dict.fromkeys(dialect.names, family)
@@ -167,13 +179,19 @@ MAX_THETA, MAX_FACTOR = 1e15, 1e6
 
 def _from_json(checkpoint: Artifact, family: str, dialect: Dialect) -> ModelConfig:
     """From config.json; what it leaves out has the default of the library that defined the format."""
-    keys = Keys(checkpoint.metadata, checkpoint.path / "config.json")
+    keys = Keys({**dialect.defaults, **checkpoint.metadata}, checkpoint.path / "config.json")
     generation = Keys(checkpoint.generation, checkpoint.path / "generation_config.json")
     vocab, heads = keys.count("vocab_size", MAX_VOCAB), keys.count("num_attention_heads", MAX_HEADS)
     width = keys.count("hidden_size", MAX_WIDTH)
     head_width = _head_width(keys, "head_dim", width, heads)
     layer = LayerSpec(_rope_from_json(keys, checkpoint.path / "config.json"))
     eos = keys.token_ids("eos_token_id", vocab)
+    layers = keys.count("num_hidden_layers", MAX_LAYERS)
+    kinds = keys.read("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * layers:
+        raise UnsupportedModel(
+            f"{checkpoint.path / 'config.json'}: layer_types = {kinds!r:.200}", expected=f"{layers} x full_attention"
+        )
     config = ModelConfig(
         family=family,
         vocab=vocab,
@@ -182,12 +200,13 @@ def _from_json(checkpoint: Artifact, family: str, dialect: Dialect) -> ModelConf
         heads=heads,
         kv_heads=keys.count("num_key_value_heads", MAX_HEADS, default=heads),
         head_width=head_width,
-        layers=(layer,) * keys.count("num_hidden_layers", MAX_LAYERS),
+        layers=(layer,) * layers,
         context=keys.count("max_position_embeddings", MAX_CONTEXT, default=2_048),
         norm_eps=keys.positive("rms_norm_eps", 1.0, default=1e-6),
         tied_head=keys.flag("tie_word_embeddings", default=False),
         bos_token=next(iter(keys.token_ids("bos_token_id", vocab)), None),
         eos_tokens=generation.token_ids("eos_token_id", vocab) or eos,
+        **dialect.mechanisms,
     )
     keys.close(dialect.fixed, dialect.ignored)
     return config
@@ -258,6 +277,7 @@ def _from_gguf(checkpoint: Artifact, family: str, dialect: Dialect) -> ModelConf
         tied_head=dialect.tensors["head"][0] not in checkpoint.tensors,
         bos_token=next(iter(tokens.token_ids("bos_token_id", vocab)), None),
         eos_tokens=tuple(dict.fromkeys(sum(eos, ()))),
+        **dialect.mechanisms,
     )
     keys.close(dialect.fixed, dialect.ignored)
     return config
@@ -304,14 +324,15 @@ _READERS = {"safetensors": _from_json, "gguf": _from_gguf}
 # Bookkeeping of the library that wrote config.json, training settings, and sampling (see generation_config.json).
 # fmt: off
 _JSON_IGNORED = frozenset({
-    "architectures", "model_type", "_name_or_path", "torch_dtype", "dtype", "transformers_version", "use_cache",
-    "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version", "_attn_implementation_autoset",
-    "initializer_range", "attention_dropout", "pad_token_id", "sep_token_id", "decoder_start_token_id", "is_decoder",
-    "output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate",
-    "torchscript", "use_bfloat16", "tf_legacy_loss", "id2label", "label2id", "finetuning_task", "problem_type",
-    "task_specific_params", "tokenizer_class", "prefix", "chunk_size_feed_forward", "do_sample", "temperature", "top_k",
-    "top_p", "typical_p", "num_beams", "num_beam_groups", "num_return_sequences", "diversity_penalty", "early_stopping",
-    "length_penalty", "max_length", "min_length", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids",
+    "architectures", "model_type", "_name_or_path", "_model_name_or_path", "torch_dtype", "dtype",
+    "transformers_version", "use_cache", "transformers.js_config", "is_llama_config", "unsloth_fixed",
+    "unsloth_version", "_attn_implementation_autoset", "initializer_range", "attention_dropout", "pad_token_id",
+    "unk_token_id", "sep_token_id", "decoder_start_token_id", "is_decoder", "output_attentions",
+    "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate", "torchscript", "use_bfloat16",
+    "tf_legacy_loss", "id2label", "label2id", "finetuning_task", "problem_type", "task_specific_params",
+    "tokenizer_class", "prefix", "chunk_size_feed_forward", "do_sample", "temperature", "top_k", "top_p", "typical_p",
+    "num_beams", "num_beam_groups", "num_return_sequences", "diversity_penalty", "early_stopping", "length_penalty",
+    "max_length", "min_length", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids",
     "encoder_no_repeat_ngram_size", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
     "suppress_tokens", "begin_suppress_tokens", "remove_invalid_values",
 })
@@ -355,31 +376,101 @@ _GGUF_FIXED = {
     "rope.scale_linear": (1.0,),
 }
 
+_LLAMA_JSON = Dialect(
+    names=frozenset({"LlamaForCausalLM", "llama"}),
+    fixed=_JSON_FIXED
+    | {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "pretraining_tp": (1,),
+        "rope_interleaved": (False,),
+        "quantization_config": (),
+        "sliding_window": (),
+    },
+    ignored=_JSON_IGNORED,
+    tensors=_JSON_TENSORS,
+    spare=("model.layers.{}.self_attn.rotary_emb.inv_freq",),
+)
+_LLAMA_GGUF = Dialect(
+    names=frozenset({"llama"}),
+    fixed=_GGUF_FIXED,
+    ignored=frozenset({"rope.scaling.original_context_length", "rope.scaling.finetuned"}),
+    tensors=_GGUF_TENSORS,
+    interleaved=frozenset({"blk.{}.attn_q.weight", "blk.{}.attn_k.weight"}),
+    spare=(ROPE_DIVISORS,),
+)
+# Sliding windows are there in their configs, switched off; then the window and the layers it is for mean nothing.
+_QWEN_JSON = replace(
+    _LLAMA_JSON,
+    fixed={key: values for key, values in _LLAMA_JSON.fixed.items() if key != "sliding_window"}
+    | {"use_sliding_window": (False,)},
+    ignored=_JSON_IGNORED | {"sliding_window", "max_window_layers"},
+    defaults={"max_position_embeddings": 32_768},
+)
+_QKV_BIAS, _HEAD_NORM = {"qkv_bias": True}, {"head_norm": True}
+
 FAMILIES: dict[str, dict[str, Dialect]] = {
-    "llama": {
-        "safetensors": Dialect(
-            names=frozenset({"LlamaForCausalLM", "llama"}),
-            fixed=_JSON_FIXED
-            | {
-                "hidden_act": ("silu",),
-                "attention_bias": (False,),
-                "mlp_bias": (False,),
-                "pretraining_tp": (1,),
-                "rope_interleaved": (False,),
-                "quantization_config": (),
-                "sliding_window": (),
-            },
-            ignored=_JSON_IGNORED,
-            tensors=_JSON_TENSORS,
-            spare=("model.layers.{}.self_attn.rotary_emb.inv_freq",),
+    "llama": {"safetensors": _LLAMA_JSON, "gguf": _LLAMA_GGUF},
+    # GGUF calls it llama. Where config.json does not say, there is a window, which is refused.
+    "mistral": {
+        "safetensors": replace(
+            _LLAMA_JSON,
+            names=frozenset({"MistralForCausalLM", "mistral"}),
+            defaults={"sliding_window": 4_096, "max_position_embeddings": 131_072, "num_key_value_heads": 8},
         ),
-        "gguf": Dialect(
-            names=frozenset({"llama"}),
-            fixed=_GGUF_FIXED,
-            ignored=frozenset({"rope.scaling.original_context_length", "rope.scaling.finetuned"}),
-            tensors=_GGUF_TENSORS,
-            interleaved=frozenset({"blk.{}.attn_q.weight", "blk.{}.attn_k.weight"}),
-            spare=(ROPE_DIVISORS,),
+    },
+    "phi3": {
+        "safetensors": replace(
+            _LLAMA_JSON,
+            names=frozenset({"Phi3ForCausalLM", "phi3"}),
+            ignored=_JSON_IGNORED | {"auto_map", "embd_pdrop", "resid_pdrop", "original_max_position_embeddings"},
+            tensors=_JSON_TENSORS
+            | {
+                "layers.{}.qkv": ("model.layers.{}.self_attn.qkv_proj.weight",),
+                "layers.{}.gate_up": ("model.layers.{}.mlp.gate_up_proj.weight",),
+            },
+            defaults={"max_position_embeddings": 4_096, "rms_norm_eps": 1e-5},
+        ),
+    },
+    "qwen2": {
+        "safetensors": replace(
+            _QWEN_JSON,
+            names=frozenset({"Qwen2ForCausalLM", "qwen2"}),
+            tensors=_JSON_TENSORS
+            | {"layers.{}.qkv_bias": tuple(f"model.layers.{{}}.self_attn.{part}_proj.bias" for part in "qkv")},
+            mechanisms=_QKV_BIAS,
+        ),
+        "gguf": replace(
+            _LLAMA_GGUF,
+            names=frozenset({"qwen2"}),
+            tensors=_GGUF_TENSORS | {"layers.{}.qkv_bias": tuple(f"blk.{{}}.attn_{part}.bias" for part in "qkv")},
+            interleaved=frozenset(),
+            mechanisms=_QKV_BIAS,
+        ),
+    },
+    "qwen3": {
+        "safetensors": replace(
+            _QWEN_JSON,
+            names=frozenset({"Qwen3ForCausalLM", "qwen3"}),
+            tensors=_JSON_TENSORS
+            | {
+                "layers.{}.query_norm": ("model.layers.{}.self_attn.q_norm.weight",),
+                "layers.{}.key_norm": ("model.layers.{}.self_attn.k_norm.weight",),
+            },
+            mechanisms=_HEAD_NORM,
+            defaults=_QWEN_JSON.defaults | {"head_dim": 128},
+        ),
+        "gguf": replace(
+            _LLAMA_GGUF,
+            names=frozenset({"qwen3"}),
+            tensors=_GGUF_TENSORS
+            | {
+                "layers.{}.query_norm": ("blk.{}.attn_q_norm.weight",),
+                "layers.{}.key_norm": ("blk.{}.attn_k_norm.weight",),
+            },
+            interleaved=frozenset(),
+            mechanisms=_HEAD_NORM,
         ),
     },
 }

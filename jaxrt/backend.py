@@ -20,7 +20,7 @@ from jaxrt.contracts import (
     SessionCapabilities,
 )
 from jaxrt.errors import ModelLoadError, RequestError
-from jaxrt.models.families import read_config
+from jaxrt.models.reading import read_config
 from jaxrt.planning import resolve_dtype, resolve_kv_dtype, resolve_storage
 from jaxrt.requests import SamplingParams
 from jaxrt.sessions.model import XlaModel

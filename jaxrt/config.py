@@ -26,7 +26,7 @@ class RopeSpec:
 class LayerSpec:
     """One decoder layer's own choices; layers of one model may differ."""
 
-    rope: RopeSpec = RopeSpec()
+    rope: RopeSpec | None = RopeSpec()  # None: nothing is turned
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tied_head: bool = False  # the head is the embedding table
     qkv_bias: bool = False  # queries, keys and values have biases
-    head_norm: bool = False  # queries and keys are normalised head by head before they are turned
+    # what queries and keys are normalised over, before they are turned: each head, or all of a position's heads
+    head_norm: Literal["none", "head", "all"] = "none"
+    norms: Literal["before", "after"] = "before"  # of attention and MLP: of what goes in, or of what comes out
     bos_token: int | None = None
     eos_tokens: tuple[int, ...] = ()
 
@@ -64,6 +66,12 @@ class ModelConfig:
             raise UnsupportedModel(f"head width {self.head_width}", expected="an even one (rotary pairs)")
 
     @property
+    def head_norm_widths(self) -> tuple[int, ...]:
+        """Of the norms of queries and of keys; none where there are none."""
+        each = {"none": (), "head": (1, 1), "all": (self.heads, self.kv_heads)}[self.head_norm]
+        return tuple(count * self.head_width for count in each)
+
+    @property
     def parameters(self) -> int:
         """Number of weights, a tied head counted once."""
         per_layer = (
@@ -71,7 +79,7 @@ class ModelConfig:
             + 3 * self.width * self.mlp_width
             + 2 * self.width
             + self.qkv_bias * self.head_width * (self.heads + 2 * self.kv_heads)
-            + self.head_norm * 2 * self.head_width
+            + sum(self.head_norm_widths)
         )
         tables = self.vocab * self.width * (1 if self.tied_head else 2)
         return len(self.layers) * per_layer + tables + self.width

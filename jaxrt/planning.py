@@ -16,7 +16,7 @@ from jaxrt.buckets import PLATFORMS, BucketPolicy
 from jaxrt.config import ModelConfig
 from jaxrt.errors import RequestError
 from jaxrt.markup import table_html
-from jaxrt.models.families import read_config
+from jaxrt.models.reading import read_config
 from jaxrt.nn.attention import MANY_BLOCK
 
 MIB = 1 << 20

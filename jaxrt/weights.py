@@ -74,8 +74,8 @@ class LayerWeights:
     gate_up: Any  # [2 F, D]
     down: Any  # [D, F]
     qkv_bias: Any = None  # [(N + 2 K) H], float32; None where the model has none, as the norms of the heads
-    query_norm: Any = None  # [H]
-    key_norm: Any = None  # [H]
+    query_norm: Any = None  # [H] or [N H]
+    key_norm: Any = None  # [H] or [K H]
 
 
 @struct.dataclass
@@ -108,8 +108,7 @@ def abstract(config: ModelConfig, dtype: jnp.dtype = jnp.float32) -> Weights:
         gate_up=matrix(2 * config.mlp_width, width, ("mlp", "width")),
         down=matrix(width, config.mlp_width, ("width", "mlp")),
         qkv_bias=vector(heads, "heads") if config.qkv_bias else None,
-        query_norm=vector(config.head_width, None) if config.head_norm else None,
-        key_norm=vector(config.head_width, None) if config.head_norm else None,
+        **dict(zip(("query_norm", "key_norm"), (vector(each, None) for each in config.head_norm_widths), strict=False)),
     )
     return Weights(
         embedding=matrix(config.vocab, width, ("vocab", "width")),

@@ -25,7 +25,7 @@ from jaxrt.contracts import (
 from jaxrt.edits import check
 from jaxrt.errors import CapacityError, ExecutionError, ModelLoadError, RequestError, SessionPoisoned
 from jaxrt.interventions import Add, Apply, Intervention, MaskLogits, Replace, Scale, Zero
-from jaxrt.models.families import read_config
+from jaxrt.models.reading import read_config
 from jaxrt.observations import (
     LOGITS_PATH,
     InspectedOutput,

@@ -10,7 +10,7 @@ import pytest
 from jaxrt.artifacts.checkpoint import Checkpoint, TensorHeader
 from jaxrt.config import ModelConfig, RopeSpec
 from jaxrt.errors import ArtifactError, JaxrtError, UnsupportedModel
-from jaxrt.models.families import read_config, spare_tensors, tensor_rules
+from jaxrt.models.reading import read_config, spare_tensors, tensor_rules
 from tests.files import tiny_config_json, tiny_gguf_metadata
 
 # What transformers 5.24 writes for a tiny LlamaConfig with Llama 3.1's rope.

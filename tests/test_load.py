@@ -17,7 +17,7 @@ from jaxrt.artifacts.load import READERS, generation_defaults, load_tokenizer, l
 from jaxrt.artifacts.orbax import save_orbax
 from jaxrt.config import ModelConfig
 from jaxrt.errors import ArtifactError, UnsupportedModel
-from jaxrt.models.families import read_config
+from jaxrt.models.reading import read_config
 from jaxrt.requests import SamplingParams
 from jaxrt.weights import abstract, named, nbytes
 from tests.files import (

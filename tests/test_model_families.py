@@ -25,17 +25,19 @@ GGUF_NAMES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, model: str) -> str:
     stem, kind = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, layer, rest = stem.split(".", 3)
-        return f"blk.{layer}.{GGUF_NAMES[rest]}.{kind}"
+        here = GGUF_NAMES | ({"post_attention_layernorm": "post_attention_norm"} if model == "olmo2" else {})
+        return f"blk.{layer}.{here[rest]}.{kind}"
     return f"{GGUF_NAMES[stem]}.{kind}"
 
 
@@ -72,7 +74,7 @@ def written(directory: Path, golden: dict[str, Any], format: str) -> Path:
             for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
                 if part in name:
                     tensors[name] = alternating(tensors[name], config[heads])
-    named = {gguf_name(name): tensor for name, tensor in tensors.items()}
+    named = {gguf_name(name, config["model_type"]): tensor for name, tensor in tensors.items()}
     return write_gguf(directory / "model.gguf", gguf_metadata(config), named)
 
 

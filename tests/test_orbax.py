@@ -21,7 +21,7 @@ from jaxrt.artifacts.orbax import MARKER, open_orbax, save_orbax
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.config import LayerSpec, ModelConfig, RopeSpec
 from jaxrt.errors import ArtifactError
-from jaxrt.models.families import read_config
+from jaxrt.models.reading import read_config
 from jaxrt.weights import abstract, named
 from tests.files import byte_tokenizer_json
 

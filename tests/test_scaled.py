@@ -13,7 +13,7 @@ from jaxrt import cache
 from jaxrt.artifacts.load import load_weights, open_checkpoint
 from jaxrt.backend import ModelSource, XlaBackend
 from jaxrt.models import decoder
-from jaxrt.models.families import read_config
+from jaxrt.models.reading import read_config
 from jaxrt.nn.linear import _elsewhere, matmul
 from jaxrt.nn.packed import take_rows
 from jaxrt.nn.scaled import Scaled, scaled, widened

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrt.artifacts.load import load_tokenizer, load_weights, open_checkpoint
 from jaxrt.artifacts.orbax import check_free, save_orbax
-from jaxrt.models.families import read_config
+from jaxrt.models.reading import read_config
 from jaxrt.weights import ArraySpec, named
 
 DTYPES = {"auto": jnp.float32, "float32": jnp.float32, "bfloat16": jnp.bfloat16}

@@ -21,8 +21,8 @@ from jaxrt.artifacts.sealed import KINDS
 from jaxrt.artifacts.tokenizer import Tokenizer
 from jaxrt.config import ModelConfig
 from jaxrt.errors import ArtifactError, RequestError
-from jaxrt.models.families import Rule, spare_tensors, tensor_rules
 from jaxrt.models.keys import Keys
+from jaxrt.models.reading import Rule, spare_tensors, tensor_rules
 from jaxrt.nn.packed import Packed
 from jaxrt.nn.scaled import Scaled, scaled
 from jaxrt.requests import MAX_TOKENS, SamplingParams

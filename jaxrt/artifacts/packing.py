@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrt.artifacts.checkpoint import Checkpoint
 from jaxrt.config import ModelConfig
-from jaxrt.models.families import Rule, tensor_rules
+from jaxrt.models.reading import Rule, tensor_rules
 from jaxrt.nn.packed import FORMATS, Packed
 from jaxrt.weights import ArraySpec, Weights, abstract, named, unnamed
 

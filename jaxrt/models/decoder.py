@@ -1,5 +1,6 @@
 """One forward pass for every text family: tokens and a cache in, hidden states and the cache out. Pure functions."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -30,7 +31,7 @@ def forward(
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     angles: dict[RopeSpec, tuple[Array, Array]] = {}
     for layer in config.layers:
-        if layer.rope not in angles:
+        if layer.rope is not None and layer.rope not in angles:
             angles[layer.rope] = rope_angles(layer.rope, config.head_width, positions)
 
     with jax.named_scope("embed"):
@@ -41,7 +42,7 @@ def forward(
     layers = zip(config.layers, weights.layers, cache.keys, cache.values, strict=True)
     for index, (spec, layer, k, v) in enumerate(layers):
         taps, edits = tap.layer(index)
-        x, k, v, seen = _layer(config, taps, layer, x, k, v, angles[spec.rope], positions, starts, edits)
+        x, k, v, seen = _layer(config, taps, layer, x, k, v, angles.get(spec.rope), positions, starts, edits)
         tap.see(index, seen)
         keys.append(k)
         values.append(v)
@@ -59,42 +60,52 @@ def _layer(
     x: Array,
     keys: Array,
     values: Array,
-    angles: tuple[Array, Array],
+    angles: tuple[Array, Array] | None,
     positions: Array,
     starts: Array,
     edits: tuple[EditArrays, ...],
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """Pre-norm attention and MLP, each added to the stream.
+    """Attention and MLP, each normalised before or after, and added to the stream.
 
     Shapes: x [B, T, D]; keys [B, K, H, S]; values [B, K, S, H]. The last result holds what was observed, by site.
     """
     rows, new, _ = x.shape
-    tap = Tap(taps, edits)
+    tap, before = Tap(taps, edits), config.norms == "before"
+    norm = partial(rms_norm, eps=config.norm_eps)
     x = tap("input", x, positions)
     with jax.named_scope("attention"):
-        fused = matmul(rms_norm(x, weights.attention_norm, config.norm_eps), weights.qkv)
+        fused = matmul(norm(x, weights.attention_norm) if before else x, weights.qkv)
         if weights.qkv_bias is not None:
             fused = fused + weights.qkv_bias[None, None].astype(fused.dtype)
         heads = fused.reshape(rows, new, config.heads + 2 * config.kv_heads, config.head_width)
         q, k, v = jnp.split(heads, (config.heads, config.heads + config.kv_heads), axis=2)
         if weights.query_norm is not None:
-            q = rms_norm(q, weights.query_norm, config.norm_eps)
-            k = rms_norm(k, weights.key_norm, config.norm_eps)
+            q, k = _head_norm(q, weights.query_norm, norm), _head_norm(k, weights.key_norm, norm)
         q = tap("attention.query", q, positions)
         k = tap("attention.key", k, positions)
         v = tap("attention.value", v, positions)
-        keys = write(keys, rotate(k, angles), starts, KEY_SLOTS)
+        turned = q if angles is None else rotate(q, angles)
+        keys = write(keys, k if angles is None else rotate(k, angles), starts, KEY_SLOTS)
         values = write(values, v, starts, VALUE_SLOTS)
         if taps.whole:
-            mixed = mix(tap(WEIGHTS, attention_weights(rotate(q, angles), keys, positions), positions), values)
+            mixed = mix(tap(WEIGHTS, attention_weights(turned, keys, positions), positions), values)
         else:
-            mixed = attend(rotate(q, angles), keys, values, positions)
+            mixed = attend(turned, keys, values, positions)
         mixed = tap("attention.heads", mixed.astype(x.dtype), positions)
-        x = x + tap("attention.output", matmul(mixed.reshape(rows, new, -1), weights.output), positions)
+        out = matmul(mixed.reshape(rows, new, -1), weights.output)
+        out = out if before else norm(out, weights.attention_norm)
+        x = x + tap("attention.output", out, positions)
     with jax.named_scope("mlp"):
-        out = gated_mlp(rms_norm(x, weights.mlp_norm, config.norm_eps), weights.gate_up, weights.down)
+        out = gated_mlp(norm(x, weights.mlp_norm) if before else x, weights.gate_up, weights.down)
+        out = out if before else norm(out, weights.mlp_norm)
         x = x + tap("mlp.output", out, positions)
     return tap("output", x, positions), keys, values, tap.seen
+
+
+def _head_norm(x: Array, weight: Array, norm: Callable[[Array, Array], Array]) -> Array:
+    """Over each head, or over all heads of a position, as the weight is wide. Shapes: x [B, T, N, H]; weight [H] or
+    [N H]; result like x."""
+    return norm(x.reshape(*x.shape[:2], -1, weight.shape[0]), weight).reshape(x.shape)
 
 
 def logits(weights: Weights, hidden: Array) -> Array:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxrt
+from jaxrt.artifacts.convert import convert_artifact
 from jaxrt.models.families import FAMILIES
 from tests.files import write_gguf, write_hf
 from tests.golden.make_families import draw
@@ -30,14 +31,15 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+OTHER_NAMES = {"olmo2": {"post_attention_layernorm": "post_attention_norm"}}
+ALTERNATING = {"llama": {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}}
 
 
 def gguf_name(name: str, model: str) -> str:
     stem, kind = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, layer, rest = stem.split(".", 3)
-        here = GGUF_NAMES | ({"post_attention_layernorm": "post_attention_norm"} if model == "olmo2" else {})
-        return f"blk.{layer}.{here[rest]}.{kind}"
+        return f"blk.{layer}.{(GGUF_NAMES | OTHER_NAMES.get(model, {}))[rest]}.{kind}"
     return f"{GGUF_NAMES[stem]}.{kind}"
 
 
@@ -67,13 +69,14 @@ def alternating(rows: np.ndarray, heads: int) -> np.ndarray:
 
 def written(directory: Path, golden: dict[str, Any], format: str) -> Path:
     config, tensors = golden["config"], draw(golden["shapes"])
-    if format == "safetensors":
-        return write_hf(directory / "model", config, tensors)
-    if config["model_type"] == "llama":
-        for name in tensors:
-            for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-                if part in name:
-                    tensors[name] = alternating(tensors[name], config[heads])
+    if format != "gguf":
+        path = write_hf(directory / "model", config, tensors)
+        if format == "safetensors":
+            return path
+        convert_artifact(path, directory / "orbax")
+        return directory / "orbax"
+    for part, heads in ALTERNATING.get(config["model_type"], {}).items():
+        tensors |= {name: alternating(tensor, config[heads]) for name, tensor in tensors.items() if part in name}
     named = {gguf_name(name, config["model_type"]): tensor for name, tensor in tensors.items()}
     return write_gguf(directory / "model.gguf", gguf_metadata(config), named)
 
@@ -82,12 +85,16 @@ def test_every_family_has_its_golden_values():
     assert {json.loads(path.read_text())["config"]["model_type"] for path in GOLDEN} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("format", ["safetensors", "gguf"])
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+CASES = [
+    pytest.param(path, format, id=f"{path.stem}-{format}")
+    for path in GOLDEN
+    for format in (*FAMILIES[json.loads(path.read_text())["config"]["model_type"]], "orbax")
+]
+
+
+@pytest.mark.parametrize(("path", "format"), CASES)
 def test_the_numbers_are_those_of_transformers(tmp_path: Path, path: Path, format: str):
     golden = json.loads(path.read_text())
-    if format not in FAMILIES[golden["config"]["model_type"]]:
-        pytest.skip("not a GGUF architecture of jaxrt")
     tokens, expected = golden["tokens"], np.array(golden["logits"])
     with jaxrt.load(written(tmp_path, golden, format)) as runtime:
         door = runtime.functional

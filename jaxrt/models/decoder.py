@@ -84,8 +84,8 @@ def _layer(
         q = tap("attention.query", q, positions)
         k = tap("attention.key", k, positions)
         v = tap("attention.value", v, positions)
-        turned = q if angles is None else rotate(q, angles)
-        keys = write(keys, k if angles is None else rotate(k, angles), starts, KEY_SLOTS)
+        turned, turned_keys = (q, k) if angles is None else (rotate(q, angles), rotate(k, angles))
+        keys = write(keys, turned_keys, starts, KEY_SLOTS)
         values = write(values, v, starts, VALUE_SLOTS)
         if taps.whole:
             mixed = mix(tap(WEIGHTS, attention_weights(turned, keys, positions), positions), values)

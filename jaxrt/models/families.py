@@ -100,6 +100,7 @@ _LLAMA_GGUF = Dialect(
     interleaved=frozenset({"blk.{}.attn_q.weight", "blk.{}.attn_k.weight"}),
     spare=(ROPE_DIVISORS,),
 )
+_PLAIN_GGUF = replace(_LLAMA_GGUF, interleaved=frozenset())
 # Sliding windows are there in their configs, switched off; then the window and the layers it is for mean nothing.
 _QWEN_JSON = replace(
     _LLAMA_JSON,
@@ -108,7 +109,7 @@ _QWEN_JSON = replace(
     ignored=_JSON_IGNORED | {"sliding_window", "max_window_layers"},
     defaults={"max_position_embeddings": 32_768},
 )
-_QKV_BIAS, _HEAD_NORM = {"qkv_bias": True}, {"head_norm": "head"}
+_QKV_BIAS, _HEAD_NORM, _NORMS_AFTER = {"qkv_bias": True}, {"head_norm": "head"}, {"head_norm": "all", "norms": "after"}
 _HEAD_NORMS = {
     "layers.{}.query_norm": ("model.layers.{}.self_attn.q_norm.weight",),
     "layers.{}.key_norm": ("model.layers.{}.self_attn.k_norm.weight",),
@@ -151,11 +152,11 @@ FAMILIES: dict[str, dict[str, Dialect]] = {
                 "layers.{}.attention_norm": ("model.layers.{}.post_attention_layernorm.weight",),
                 "layers.{}.mlp_norm": ("model.layers.{}.post_feedforward_layernorm.weight",),
             },
-            mechanisms={"head_norm": "all", "norms": "after"},
+            mechanisms=_NORMS_AFTER,
             defaults={"rms_norm_eps": 1e-5},
         ),
         "gguf": replace(
-            _LLAMA_GGUF,
+            _PLAIN_GGUF,
             names=frozenset({"olmo2"}),
             tensors=_GGUF_TENSORS
             | _GGUF_HEAD_NORMS
@@ -163,8 +164,7 @@ FAMILIES: dict[str, dict[str, Dialect]] = {
                 "layers.{}.attention_norm": ("blk.{}.post_attention_norm.weight",),
                 "layers.{}.mlp_norm": ("blk.{}.post_ffw_norm.weight",),
             },
-            interleaved=frozenset(),
-            mechanisms={"head_norm": "all", "norms": "after"},
+            mechanisms=_NORMS_AFTER,
         ),
     },
     "smollm3": {
@@ -189,10 +189,9 @@ FAMILIES: dict[str, dict[str, Dialect]] = {
             mechanisms=_QKV_BIAS,
         ),
         "gguf": replace(
-            _LLAMA_GGUF,
+            _PLAIN_GGUF,
             names=frozenset({"qwen2"}),
             tensors=_GGUF_TENSORS | {"layers.{}.qkv_bias": tuple(f"blk.{{}}.attn_{part}.bias" for part in "qkv")},
-            interleaved=frozenset(),
             mechanisms=_QKV_BIAS,
         ),
     },
@@ -205,10 +204,9 @@ FAMILIES: dict[str, dict[str, Dialect]] = {
             defaults=_QWEN_JSON.defaults | {"head_dim": 128},
         ),
         "gguf": replace(
-            _LLAMA_GGUF,
+            _PLAIN_GGUF,
             names=frozenset({"qwen3"}),
             tensors=_GGUF_TENSORS | _GGUF_HEAD_NORMS,
-            interleaved=frozenset(),
             mechanisms=_HEAD_NORM,
         ),
     },

@@ -204,7 +204,9 @@ def _from_json(checkpoint: Artifact, family: str, dialect: Dialect) -> ModelConf
 def _without_rope(keys: Keys, layer: LayerSpec, count: int) -> tuple[LayerSpec, ...]:
     """`count` layers, those without RoPE where `no_rope_layers` has a 0, or else every `no_rope_layer_interval`-th."""
     interval = keys.count("no_rope_layer_interval", MAX_LAYERS, default=0)
-    turned = keys.read("no_rope_layers") or [not interval or (at + 1) % interval != 0 for at in range(count)]
+    if not interval:
+        return (layer,) * count
+    turned = keys.read("no_rope_layers") or [(at + 1) % interval != 0 for at in range(count)]
     if not isinstance(turned, list) or len(turned) != count or any(each not in (0, 1) for each in turned):
         raise keys.wrong("no_rope_layers", turned, f"{count} times 0 or 1")
     return tuple(layer if each else replace(layer, rope=None) for each in turned)
